@@ -1,0 +1,62 @@
+"""Dense attention over paged K/V in plain JAX: the reference."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from sparse_loop_jax.kernels.paged_attention.op import paged_attention
+
+
+@paged_attention.register("xla")
+def paged_attention_xla(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+) -> jax.Array:
+    """Attention of each row over the first `lengths` tokens of its request.
+
+    Args:
+      q: `[B, n, heads, head_dim]`; n rows per request (1 for a decode step, K+1 for a
+        verification, a chunk for a prefill), which share the request's pages.
+      k_pool, v_pool: `[pages, kv_heads, page_size, head_dim]` of one layer.
+      page_table: int32 `[B, max_pages]`; page ids of this loop's plane, in token order.
+        Entries past a request's length may be anything.
+      lengths: int32 `[B, n]`; keys visible to each row, 0 for a dead row.
+
+    Returns:
+      `[B, n, heads, head_dim]` in the dtype of q: softmax(q k / sqrt(head_dim)) v with
+      scores, softmax and sums in float32. Dead rows give zeros. Nothing beyond a row's
+      length is read into the result, whatever it holds.
+    """
+    batch, rows, heads, dim = q.shape
+    k = gather_pages(k_pool, page_table)  # [B, S, kv_heads, head_dim]
+    v = gather_pages(v_pool, page_table)
+    kv_heads, span = k.shape[2], k.shape[1]
+    visible = jnp.arange(span, dtype=jnp.int32) < lengths[..., None]  # [B, n, S]
+    # Zero times NaN is NaN: values no row may see are cleared, not only masked.
+    v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0)
+    # The mask, not the weight, decides: a row sees fewer keys than its neighbour.
+    grouped = q.reshape(batch, rows, kv_heads, heads // kv_heads, dim)
+    scores = jnp.einsum("bnkgd,bskd->bkgns", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores * dim**-0.5, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1, total)
+    out = jnp.einsum(
+        "bkgns,bskd->bnkgd", weights, v.astype(jnp.float32), preferred_element_type=jnp.float32
+    )
+    return out.reshape(batch, rows, heads, dim).astype(q.dtype)
+
+
+def gather_pages(pool: jax.Array, page_table: jax.Array) -> jax.Array:
+    """Tokens of each request in order: `[B, max_pages * page_size, kv_heads, head_dim]`.
+
+    Ids past the pool are clamped; the caller masks by length.
+    """
+    pages = pool.at[page_table].get(mode="clip")  # [B, max_pages, kv_heads, page, dim]
+    batch, count, kv_heads, size, dim = pages.shape
+    return pages.swapaxes(2, 3).reshape(batch, count * size, kv_heads, dim)
