@@ -101,7 +101,9 @@ class OuroConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters, the embedding and (unless tied) the LM head included."""
-        attention = (self.qkv_size + self.num_attention_heads * self.head_dim) * self.hidden_size
+        attention = (
+            self.qkv_size + self.num_attention_heads * self.head_dim
+        ) * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
         layer = attention + mlp + 4 * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)

@@ -89,7 +89,9 @@ def forward(model: Ouro, ids) -> ForwardOutput:
         raise ValueError(f"ids must be integers, got {ids.dtype}")
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.size == 0:
-        raise ValueError(f"ids must have shape [batch, tokens] and not be empty, got {ids.shape}")
+        raise ValueError(
+            f"ids must have shape [batch, tokens] and not be empty, got {ids.shape}"
+        )
     if ids.shape[1] > model.config.max_position_embeddings:
         raise ValueError(
             f"{ids.shape[1]} tokens are more than the context of "
@@ -98,7 +100,9 @@ def forward(model: Ouro, ids) -> ForwardOutput:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= model.config.vocab_size:
         bad = low if low < 0 else high
-        raise ValueError(f"token id {bad} is outside the vocabulary of {model.config.vocab_size}")
+        raise ValueError(
+            f"token id {bad} is outside the vocabulary of {model.config.vocab_size}"
+        )
     return forward_params(model.params, model.config, ids.astype(jnp.int32))
 
 
