@@ -1,0 +1,271 @@
+"""Fixtures shared by all tests. Tests reach everything here through fixtures alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from sparse_loop_jax.models import LayerParams, Ouro, OuroConfig, OuroParams
+
+# Silent broadcasting between ranks is the commonest way to get a plausible wrong number.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+GOLD = Path(__file__).parent / "gold"
+
+
+# Golden vectors ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Gold:
+    """One model of `tests/gold`, read without the library's own loader."""
+
+    name: str  # "mha" or "gqa"
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint: config.json and model.safetensors."""
+        return GOLD / self.name
+
+    @functools.cached_property
+    def config(self) -> OuroConfig:
+        raw = json.loads((self.directory / "config.json").read_text())
+        fields = {f.name for f in dataclasses.fields(OuroConfig)}
+        known = {key: value for key, value in raw.items() if key in fields}
+        return OuroConfig(**known, eos_token_ids=(raw["eos_token_id"],))
+
+    @functools.cached_property
+    def params(self) -> OuroParams:
+        """The weights in float32."""
+        with safe_open(self.directory / "model.safetensors", "np") as file:
+            tensors = {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+
+        def layer(index: int) -> LayerParams:
+            def get(*names):
+                weights = [tensors[f"model.layers.{index}.{name}.weight"] for name in names]
+                return jnp.concatenate(weights)
+
+            return LayerParams(
+                input_norm=get("input_layernorm"),
+                qkv=get("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                out=get("self_attn.o_proj"),
+                input_norm_2=get("input_layernorm_2"),
+                post_attention_norm=get("post_attention_layernorm"),
+                gate_up=get("mlp.gate_proj", "mlp.up_proj"),
+                down=get("mlp.down_proj"),
+                post_attention_norm_2=get("post_attention_layernorm_2"),
+            )
+
+        return OuroParams(
+            embed=tensors["model.embed_tokens.weight"],
+            layers=tuple(layer(i) for i in range(self.config.num_hidden_layers)),
+            norm=tensors["model.norm.weight"],
+            exit_gate=tensors["model.early_exit_gate.weight"],
+            exit_gate_bias=tensors["model.early_exit_gate.bias"],
+            head=tensors["lm_head.weight"],
+        )
+
+    def model(self, dtype: str = "float32") -> Ouro:
+        """An `Ouro` with these weights, rounded to `dtype`."""
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), self.params)
+        return Ouro(self.config, params=params)
+
+    @functools.cached_property
+    def dense(self) -> dict[str, np.ndarray]:
+        """`<name>_dense.npz`; the names are in `tests/gold/README.md`."""
+        return _read_npz(f"{self.name}_dense.npz")
+
+    def sparse(self, retention: float) -> dict[str, np.ndarray]:
+        """`<name>_sparse_r<retention>.npz`, for 0.02, 0.1, 0.25, 0.5 and 1."""
+        return _read_npz(f"{self.name}_sparse_r{retention:g}.npz")
+
+
+@functools.cache
+def _read_npz(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLD / name) as file:
+        return dict(file)
+
+
+@functools.cache
+def _gold(name: str) -> Gold:
+    return Gold(name)
+
+
+@pytest.fixture(scope="session", params=["mha", "gqa"])
+def gold(request) -> Gold:
+    """Each golden model in turn."""
+    return _gold(request.param)
+
+
+@pytest.fixture(scope="session")
+def load_gold():
+    """A function from "mha" or "gqa" to that golden model."""
+    return _gold
+
+
+@pytest.fixture(scope="session")
+def gold_ops() -> dict[str, np.ndarray]:
+    """`ops.npz`: inputs and outputs of single functions, `<op>/<case>/<array>`."""
+    return _read_npz("ops.npz")
+
+
+@pytest.fixture(scope="session")
+def gold_manifest() -> dict:
+    """`manifest.json`: the cases of `ops.npz` and statistics of each run."""
+    return json.loads((GOLD / "manifest.json").read_text())
+
+
+# Compilations --------------------------------------------------------------------------
+
+
+class Compilations:
+    """What XLA was asked to compile while a `compile_counter()` block was open."""
+
+    def __init__(self):
+        self.names: list[str] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"Compilations({self.names})"
+
+
+@pytest.fixture
+def compile_counter():
+    """A context manager that counts JAX's own backend-compile events.
+
+    The event also fires where an executable comes out of the persistent cache, so a count
+    of zero means that no new program was asked for.
+
+        with compile_counter() as compiled:
+            step(...)
+        assert compiled.count == 0, compiled
+    """
+
+    @contextlib.contextmanager
+    def counter() -> Iterator[Compilations]:
+        compiled = Compilations()
+
+        def listen(event: str, duration_secs: float, **kwargs):
+            if event == "/jax/core/compile/backend_compile_duration":
+                compiled.names.append(str(kwargs.get("fun_name", "?")))
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield compiled
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+    return counter
+
+
+# Paged inputs --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCase:
+    """Random inputs of an op over paged K/V, each value of order 1.
+
+    The pools hold NaN wherever no request has a token. `k` and `v` hold the same numbers
+    as the pools, by request and position, so that an oracle needs no page table.
+    """
+
+    q: jax.Array  # [B, n, heads, head_dim]
+    k_pool: jax.Array  # [pages, kv_heads, page_size, head_dim]
+    v_pool: jax.Array  # as k_pool
+    page_table: jax.Array  # int32 [B, max_pages], permuted
+    lengths: jax.Array  # int32 [B, n], keys visible to each row
+    k: np.ndarray  # float64 [B, max(lengths), kv_heads, head_dim]; NaN beyond a request
+    v: np.ndarray  # as k
+
+    @property
+    def args(self) -> tuple[jax.Array, ...]:
+        """In the order of `paged_attention`."""
+        return self.q, self.k_pool, self.v_pool, self.page_table, self.lengths
+
+    def replace(self, **changes) -> PagedCase:
+        return dataclasses.replace(self, **changes)
+
+
+@pytest.fixture(scope="session")
+def paged_case():
+    """A function that makes a `PagedCase`.
+
+    Args of the function:
+      lengths: `[B][n]` or `[B]` (then n = 1): keys visible to each row.
+      heads, kv_heads, head_dim, page_size, dtype, seed: as named.
+      max_pages: width of the page table; by default one more than is needed.
+      spare_pages: pages that belong to nobody, filled with NaN.
+      unallocated: what unused entries of the table hold: "past_end" (number of pages) or
+        "poison" (a page of NaN that belongs to nobody).
+    """
+    return _paged_case
+
+
+def _paged_case(
+    lengths,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    page_size: int = 16,
+    dtype="float32",
+    seed: int = 0,
+    max_pages: int | None = None,
+    spare_pages: int = 2,
+    unallocated: str = "past_end",
+) -> PagedCase:
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray(lengths, np.int32)
+    lengths = lengths[:, None] if lengths.ndim == 1 else lengths
+    batch, rows = lengths.shape
+    tokens = lengths.max(axis=1)  # by request
+    used = -(-tokens // page_size)
+    max_pages = int(used.max()) + 1 if max_pages is None else max_pages
+    pages = int(used.sum()) + spare_pages
+
+    def normal(*shape):
+        # Rounded first, so that the oracle sees exactly what the op sees.
+        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+
+    k = normal(batch, int(tokens.max()), kv_heads, head_dim)
+    v = normal(batch, int(tokens.max()), kv_heads, head_dim)
+    for request, count in enumerate(tokens):
+        k[request, count:] = np.nan
+        v[request, count:] = np.nan
+
+    order = rng.permutation(pages)
+    nobody = pages if unallocated == "past_end" else order[-1]
+    if unallocated not in ("past_end", "poison"):
+        raise ValueError(f"unallocated must be past_end or poison, got {unallocated!r}")
+    page_table = np.full((batch, max_pages), nobody, np.int32)
+    k_pool = np.full((pages, kv_heads, page_size, head_dim), np.nan, k.dtype)
+    v_pool = k_pool.copy()
+    next_page = iter(order)
+    for request, count in enumerate(tokens):
+        for index in range(used[request]):
+            page = page_table[request, index] = next(next_page)
+            for offset in range(min(page_size, count - index * page_size)):
+                k_pool[page, :, offset] = k[request, index * page_size + offset]
+                v_pool[page, :, offset] = v[request, index * page_size + offset]
+    return PagedCase(
+        q=jnp.asarray(normal(batch, rows, heads, head_dim)),
+        k_pool=jnp.asarray(k_pool),
+        v_pool=jnp.asarray(v_pool),
+        page_table=jnp.asarray(page_table),
+        lengths=jnp.asarray(lengths),
+        k=k.astype(np.float64),
+        v=v.astype(np.float64),
+    )
