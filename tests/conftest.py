@@ -238,7 +238,7 @@ def _paged_case(
 
     def normal(*shape):
         # Rounded first, so that the oracle sees exactly what the op sees.
-        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+        return np.array(jnp.asarray(rng.standard_normal(shape), dtype))
 
     k = normal(batch, int(tokens.max()), kv_heads, head_dim)
     v = normal(batch, int(tokens.max()), kv_heads, head_dim)

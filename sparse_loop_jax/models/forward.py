@@ -112,7 +112,7 @@ def forward_params(params: OuroParams, config: OuroConfig, ids: jax.Array) -> Fo
     length = ids.shape[1]
     x = params.embed[ids]
     cos, sin = rope_angles(jnp.arange(length, dtype=jnp.int32), config, x.dtype)
-    causal = jnp.tril(jnp.ones((length, length), bool))
+    causal = jnp.tril(jnp.ones((1, 1, 1, length, length), bool))
 
     def attend(q, k, v):
         return _causal_attention(q, k, v, causal)

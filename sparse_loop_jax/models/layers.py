@@ -22,7 +22,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """`weight * x / rms(x)`: the root in float32, the gain in the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return weight * (x32 * scale).astype(x.dtype)
+    return _align(weight, x) * (x32 * scale).astype(x.dtype)
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -38,16 +38,26 @@ def rope_angles(positions: jax.Array, config: OuroConfig, dtype) -> tuple[jax.Ar
     """
     half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     inv_freq = 1.0 / (jnp.float32(config.rope_theta) ** half)
-    angles = positions[..., None].astype(jnp.float32) * inv_freq
+    angles = positions[..., None].astype(jnp.float32)
+    angles = angles * _align(inv_freq, angles)
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates `x [..., heads, head_dim]` by angles `[..., head_dim]` (half-split)."""
+    """Rotates `x [..., heads, head_dim]` by angles `[..., head_dim]` (half-split).
+
+    The angles may lack leading axes of `x`, which then share them.
+    """
+    cos, sin = (_align(angle[..., None, :], x) for angle in (cos, sin))
     first, second = jnp.split(x, 2, axis=-1)
     rotated = jnp.concatenate([-second, first], axis=-1)
-    return x * cos[..., None, :] + rotated * sin[..., None, :]
+    return x * cos + rotated * sin
+
+
+def _align(values: jax.Array, like: jax.Array) -> jax.Array:
+    """`values` with leading axes of 1 up to the rank of `like`."""
+    return jnp.expand_dims(values, tuple(range(like.ndim - values.ndim)))
 
 
 def decoder_layer(
