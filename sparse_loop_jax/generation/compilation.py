@@ -1,0 +1,37 @@
+"""What JAX compiled, and for how long, while a block of code ran."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+# Fired for every program that the backend is asked for.
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass
+class Compilations:
+    """Filled while the context of `count_compilations` is open."""
+
+    programs: int = 0
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[Compilations]:
+    """Counts compiled programs in this process through JAX's own events."""
+    counted = Compilations()
+
+    def listen(event: str, duration: float, **_):
+        if event == _COMPILE_EVENT:
+            counted.programs += 1
+            counted.seconds += duration
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield counted
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

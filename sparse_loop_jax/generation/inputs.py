@@ -1,0 +1,141 @@
+"""What a caller of `generate` passed, checked and turned into requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparse_loop_jax.models.ouro import Ouro
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and what may follow it."""
+
+    prompt: np.ndarray  # int32 [tokens], at least one
+    max_new_tokens: int  # at least 1, within the context
+    stop_ids: tuple[int, ...]
+    occurrence: int  # how many equal prompts come before it in the call
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose K/V may be held: the last emitted token is never fed back."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+
+def make_requests(
+    model: Ouro,
+    prompts: str | Sequence,
+    max_new_tokens: int | Sequence[int],
+    eos_token_id: int | Sequence[int] | None,
+) -> list[Request]:
+    """Checks prompts and limits, and tokenises strings.
+
+    Raises:
+      ValueError: nothing to do, an empty prompt, a token id outside the vocabulary, a
+        prompt longer than the context, a limit below 1, or text without a tokenizer.
+    """
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompts:
+        raise ValueError("prompts is empty: pass at least one string or list of token ids")
+    if not isinstance(prompts[0], str | Sequence | np.ndarray) and not hasattr(
+        prompts[0], "__array__"
+    ):
+        raise ValueError("prompts must be a list of prompts: wrap one list of ids in a list")
+    limits = _limits(max_new_tokens, len(prompts))
+    stop_ids = _stop_ids(model, eos_token_id)
+    seen: dict[bytes, int] = {}
+    requests = []
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        ids = _token_ids(model, prompt, index)
+        occurrence = seen.get(ids.tobytes(), 0)
+        seen[ids.tobytes()] = occurrence + 1
+        room = model.config.max_position_embeddings - len(ids) + 1
+        requests.append(Request(ids, min(limit, room), stop_ids, occurrence))
+    return requests
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float, seed: int) -> None:
+    """Raises ValueError, naming the value and its range, for impossible sampling."""
+    if not _is_number(temperature) or not math.isfinite(temperature) or temperature < 0:
+        raise ValueError(f"temperature must be a finite number >= 0, got {temperature!r}")
+    if top_k is not None and (not _is_int(top_k) or top_k < 1):
+        raise ValueError(f"top_k must be an integer >= 1, or None to keep all, got {top_k!r}")
+    if not _is_number(top_p) or not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
+    if not _is_int(seed) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be an integer in [0, 2^63), got {seed!r}")
+
+
+def _limits(max_new_tokens, count: int) -> list[int]:
+    each = (
+        [max_new_tokens] * count
+        if _is_int(max_new_tokens) or not isinstance(max_new_tokens, Sequence)
+        else list(max_new_tokens)
+    )
+    if len(each) != count:
+        raise ValueError(
+            f"max_new_tokens has {len(each)} values for {count} prompts: pass one, or one each"
+        )
+    for limit in each:
+        if not _is_int(limit) or limit < 1:
+            raise ValueError(f"max_new_tokens must be an integer >= 1, got {limit!r}")
+    return each
+
+
+def _stop_ids(model: Ouro, eos_token_id) -> tuple[int, ...]:
+    if eos_token_id is None:
+        return model.config.eos_token_ids
+    ids = [eos_token_id] if _is_int(eos_token_id) else eos_token_id
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise ValueError(
+            f"eos_token_id must be a token id or a list of them, got {eos_token_id!r}"
+        )
+    for token in ids:
+        if not _is_int(token) or not 0 <= token < model.config.vocab_size:
+            raise ValueError(
+                f"eos_token_id has {token!r}, which is not a token id below "
+                f"{model.config.vocab_size}"
+            )
+    return tuple(int(t) for t in ids)
+
+
+def _token_ids(model: Ouro, prompt, index: int) -> np.ndarray:
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError(
+                f"prompt {index} is text and the model has no tokenizer: pass token ids, or "
+                "load a checkpoint with a tokenizer.json"
+            )
+        prompt = model.tokenizer.encode(prompt).ids
+    ids = np.asarray(prompt)
+    if ids.size == 0:
+        raise ValueError(f"prompt {index} is empty: it needs at least one token")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"prompt {index} must be a string or a flat list of integer token ids, got "
+            f"{ids.dtype} of shape {ids.shape}"
+        )
+    outside = (ids < 0) | (ids >= model.config.vocab_size)
+    if outside.any():
+        raise ValueError(
+            f"prompt {index} has token id {ids[outside][0]}, outside the vocabulary of "
+            f"{model.config.vocab_size}"
+        )
+    if len(ids) > model.config.max_position_embeddings:
+        raise ValueError(
+            f"prompt {index} has {len(ids)} tokens, more than the context of "
+            f"{model.config.max_position_embeddings}: shorten it"
+        )
+    return ids.astype(np.int32)
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value) -> bool:
+    return _is_int(value) or isinstance(value, float | np.floating)

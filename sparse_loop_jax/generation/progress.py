@@ -1,0 +1,60 @@
+"""A progress line on a terminal while programs compile and tokens come."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+
+class Progress:
+    """Shows prompt tokens, then generated tokens; silent where `enabled` is False.
+
+    `generated` is told the total so far, after each stretch of the device loop.
+    """
+
+    def __init__(self, enabled: bool, prompt_tokens: int, new_tokens: int):
+        self._bar = None
+        if not enabled:
+            return
+        from rich import progress
+
+        self._bar = progress.Progress(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            console=_stderr_console(),
+            transient=True,
+        )
+        self._prompt = self._bar.add_task("compile and prefill", total=prompt_tokens)
+        self._new = self._bar.add_task("generate", total=new_tokens, start=False)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: types.TracebackType | type | BaseException | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def prefilled(self, tokens: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._prompt, tokens)
+
+    def generated(self, tokens: int) -> None:
+        if self._bar is not None:
+            self._bar.start_task(self._new)
+            self._bar.update(self._new, completed=tokens)
+
+
+def on_terminal() -> bool:
+    """Whether a person is likely to watch: standard error is a terminal."""
+    return sys.stderr.isatty()
+
+
+def _stderr_console():
+    from rich.console import Console
+
+    return Console(stderr=True)
