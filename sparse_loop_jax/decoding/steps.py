@@ -1,4 +1,4 @@
-"""The jitted steps underneath `generate`: pure, donated, `(params, state, ...) -> (state, output)`."""
+"""The jitted steps underneath `generate`: pure, donated, state in and state out."""
 
 from __future__ import annotations
 
