@@ -29,16 +29,21 @@ def paged_attention_xla(
     Returns:
       `[B, n, heads, head_dim]` in the dtype of q: softmax(q k / sqrt(head_dim)) v with
       scores, softmax and sums in float32. Dead rows give zeros. Nothing beyond a row's
-      length is read into the result, whatever it holds.
+      length is read into the result, whatever it holds; where a visible value is not
+      finite, the row's heads that share it are NaN.
     """
     batch, rows, heads, dim = q.shape
     k = gather_pages(k_pool, page_table)  # [B, S, kv_heads, head_dim]
     v = gather_pages(v_pool, page_table)
     kv_heads, span = k.shape[2], k.shape[1]
-    visible = jnp.arange(span, dtype=jnp.int32) < lengths[..., None]  # [B, n, S]
-    # Zero times NaN is NaN: values no row may see are cleared, not only masked.
-    v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0)
-    # The mask, not the weight, decides: a row sees fewer keys than its neighbour.
+    positions = jnp.arange(span, dtype=jnp.int32)
+    visible = positions[None, None] < lengths[..., None]  # [B, n, S]
+    # Zero times NaN is NaN, and a row may see fewer keys than its neighbour: what is not
+    # finite stays out of the product and comes back only in the rows that see it.
+    finite = jnp.isfinite(v).all(axis=-1)  # [B, S, kv_heads]
+    first_bad = jnp.min(jnp.where(finite, span, positions[None, :, None]), axis=1)
+    poisoned = first_bad[:, None] < lengths[..., None]  # [B, n, kv_heads]
+    v = jnp.where(finite[..., None], v.astype(jnp.float32), 0)
     grouped = q.reshape(batch, rows, kv_heads, heads // kv_heads, dim)
     scores = jnp.einsum("bnkgd,bskd->bkgns", grouped, k, preferred_element_type=jnp.float32)
     scores = jnp.where(visible[:, None, None], scores * dim**-0.5, -jnp.inf)
@@ -46,9 +51,8 @@ def paged_attention_xla(
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total == 0, 1, total)
-    out = jnp.einsum(
-        "bkgns,bskd->bnkgd", weights, v.astype(jnp.float32), preferred_element_type=jnp.float32
-    )
+    out = jnp.einsum("bkgns,bskd->bnkgd", weights, v, preferred_element_type=jnp.float32)
+    out = jnp.where(poisoned[..., None, None], jnp.nan, out)
     return out.reshape(batch, rows, heads, dim).astype(q.dtype)
 
 
