@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from sparse_loop_jax.kernels import Op
 from sparse_loop_jax.models import LayerParams, Ouro, OuroConfig, OuroParams
 
 # Silent broadcasting between ranks is the commonest way to get a plausible wrong number.
@@ -169,6 +171,42 @@ def compile_counter():
             jax.monitoring.unregister_event_duration_listener(listen)
 
     return counter
+
+
+# Ops -----------------------------------------------------------------------------------
+
+
+class Bound:
+    """An op with one of its implementations, jitted."""
+
+    def __init__(self, op: Op, name: str, **jit_options):
+        function = op.get(name)
+        options = {}
+        if "interpret" in inspect.signature(function).parameters:
+            options["interpret"] = jax.default_backend() != "gpu"
+        self.label = f"{op.name}, {name}"
+        self.is_reference = name == "xla"
+        call = functools.partial(op, implementation=name, **options)
+        self.jitted = jax.jit(call, **jit_options)
+
+    def __call__(self, *args):
+        try:
+            return self.jitted(*args)
+        except NotImplementedError as error:
+            if self.is_reference:
+                raise
+            pytest.skip(f"{self.label}: {error}")
+
+
+@pytest.fixture(scope="session")
+def bind():
+    """A function from an op, a name and options of `jax.jit` to a `Bound`.
+
+    An implementation with an `interpret` parameter is interpreted where there is no GPU,
+    so that the very same assertions run everywhere. Arguments that it does not serve
+    (`NotImplementedError`) skip the test; the reference has to serve everything.
+    """
+    return functools.cache(Bound)
 
 
 # Paged inputs --------------------------------------------------------------------------
