@@ -60,7 +60,7 @@ class Ouro(nnx.Module):
             rngs = nnx.Rngs(rngs) if isinstance(rngs, int) else rngs
             params = random_params(config, rngs.params(), dtype)
         self.config = config
-        self.tokenizer = None
+        self.tokenizer: Any = None
         self.embed = nnx.Param(params.embed)
         self.layers = nnx.List([OuroLayer(p) for p in params.layers])
         self.norm = nnx.Param(params.norm)

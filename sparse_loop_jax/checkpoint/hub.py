@@ -1,0 +1,51 @@
+"""Checkpoints from the Hugging Face Hub, where `huggingface_hub` is installed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_repository(name: str) -> bool:
+    """Whether `name` looks like `organisation/name`."""
+    return _REPOSITORY.fullmatch(name) is not None
+
+
+def download(repository: str, revision: str | None) -> Path:
+    """Fetches weights and JSON files of one commit into the Hub's cache; never code.
+
+    Args:
+      repository: `organisation/name`.
+      revision: a full commit hash. Branches and tags can move, so they are not accepted.
+
+    Returns:
+      The directory of that commit in the cache.
+
+    Raises:
+      ValueError: no full commit hash, `huggingface_hub` is not installed, or the download
+        fails.
+    """
+    if revision is None or not _COMMIT.fullmatch(revision):
+        raise ValueError(
+            f"{repository}: is taken for a Hub id, as there is no such local directory; that "
+            f"needs revision=<commit hash of 40 hex digits>, got {revision!r}"
+        )
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ValueError(
+            f"{repository}: downloading it needs huggingface_hub: "
+            "pip install 'sparse-loop-jax[hub]'"
+        ) from None
+    try:
+        directory = huggingface_hub.snapshot_download(
+            repository, revision=revision, allow_patterns=["*.safetensors", "*.json"]
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{repository}: cannot be downloaded at {revision}: {error!s:.500}"
+        ) from error
+    return Path(directory)

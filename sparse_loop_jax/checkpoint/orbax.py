@@ -1,0 +1,199 @@
+"""The native format: a small manifest next to an Orbax checkpoint of the weights.
+
+    sparse_loop_jax.json    format version, dtype, the fields of `OuroConfig`
+    params/                 an Orbax PyTree of plain arrays: {"embed": ..., "layers":
+                            {"0": {"qkv": ...}, ...}, ...}, the leaves of `OuroParams`
+
+Nothing in it names a device or a sharding, so that it restores anywhere. Orbax itself would
+copy a whole tree of host arrays before it writes the first one, and read a whole tree at
+once; here both go leaf by leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparse_loop_jax.checkpoint.dtypes import WEIGHT_DTYPES, cast
+from sparse_loop_jax.checkpoint.huggingface_config import token_ids
+from sparse_loop_jax.checkpoint.source import Source, check_shapes, leaf_shapes
+from sparse_loop_jax.checkpoint.strict_json import read_json_object
+from sparse_loop_jax.models.config import OuroConfig
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+MANIFEST_NAME = "sparse_loop_jax.json"
+PARAMS_NAME = "params"
+FORMAT = "sparse-loop-jax"
+VERSION = 1
+
+
+def read_manifest(directory: Path) -> tuple[OuroConfig, np.dtype]:
+    """The configuration and the dtype of the weights, without opening the weights.
+
+    Raises:
+      FileNotFoundError: there is no manifest.
+      ValueError: it was written by another version, or its fields are not those of
+        `OuroConfig`.
+    """
+    path = directory / MANIFEST_NAME
+    manifest = read_json_object(path)
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: format {manifest.get('format')!r:.100} version "
+            f"{manifest.get('version')!r:.100}; this library reads {FORMAT!r} version {VERSION}"
+        )
+    if set(manifest) != {"format", "version", "dtype", "config"}:
+        raise ValueError(f"{path}: expected format, version, dtype and config")
+    dtype = manifest["dtype"]
+    if not isinstance(dtype, str) or dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"{path}: dtype must be one of {list(WEIGHT_DTYPES)}, got {dtype!r}")
+    fields = {field.name for field in dataclasses.fields(OuroConfig)}
+    config = manifest["config"]
+    if not isinstance(config, dict) or set(config) != fields:
+        given = set(config) if isinstance(config, dict) else set()
+        raise ValueError(
+            f"{path}: config lacks {sorted(fields - given)} and has the unknown "
+            f"{sorted(given - fields)}"
+        )
+    try:
+        eos = token_ids(config["eos_token_ids"])
+        return OuroConfig(**{**config, "eos_token_ids": eos}), WEIGHT_DTYPES[dtype]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+class OrbaxSource:
+    """A native checkpoint whose manifest agrees with the arrays that Orbax has.
+
+    Raises:
+      FileNotFoundError: there is no manifest.
+      ValueError: another version; arrays that are missing, surplus, misshapen or of another
+        dtype (all are listed); or Orbax cannot read the directory.
+    """
+
+    def __init__(self, directory: Path):
+        import orbax.checkpoint as ocp
+
+        self.name = str(directory)
+        self.config, self._dtype = read_manifest(directory)
+        self._path = (directory / PARAMS_NAME).absolute()
+        self._checkpointer = ocp.PyTreeCheckpointer()
+        self._check_arrays()
+
+    @property
+    def dtypes(self) -> frozenset[np.dtype]:
+        return frozenset([self._dtype])
+
+    def _check_arrays(self) -> None:
+        try:
+            metadata: Any = self._checkpointer.metadata(self._path)
+            arrays = _flatten(metadata.item_metadata.tree)
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            raise _unreadable(self._path, error) from error
+        if self.config.num_hidden_layers > len(arrays):
+            raise ValueError(
+                f"{self.name}: num_hidden_layers is {self.config.num_hidden_layers}, but there "
+                f"are only {len(arrays)} arrays"
+            )
+        check_shapes(self.name, self.config, {n: tuple(a.shape) for n, a in arrays.items()})
+        other = [f"{n} is {a.dtype}" for n, a in arrays.items() if a.dtype != self._dtype]
+        if other:
+            raise ValueError(
+                f"{self.name}: the manifest says {self._dtype}, but {', '.join(other[:10])}"
+            )
+
+    def read(self, leaf: str, dtype: np.dtype) -> np.ndarray:
+        """One leaf, read by itself, so that nothing else is in memory."""
+        import orbax.checkpoint as ocp
+
+        item: Any = np.empty(())
+        restore: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+        for key in reversed(leaf.split(".")):
+            item, restore = {key: item}, {key: restore}
+        try:
+            tree = self._checkpointer.restore(
+                self._path,
+                args=ocp.args.PyTreeRestore(item, restore_args=restore, partial_restore=True),
+            )
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            raise _unreadable(self._path, error) from error
+        return cast(_flatten(tree)[leaf], dtype, leaf)
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix[:-1]: tree}
+    return {
+        name: leaf
+        for key, value in tree.items()
+        for name, leaf in _flatten(value, f"{prefix}{key}.").items()
+    }
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path}: Orbax cannot read it: {error!s:.500}")
+
+
+def write_orbax(directory: Path, source: Source, dtype: np.dtype) -> None:
+    """Writes the manifest and the weights into an existing directory, streamed."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    tree: dict[str, Any] = {}
+    for name in leaf_shapes(source.config):
+        *parents, last = name.split(".")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = _PendingLeaf(source, name, dtype)
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (_PendingLeaf, _streaming_handler()),
+        # Orbax wants to know how it would write these, although there are none.
+        (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)),
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save((directory / PARAMS_NAME).absolute(), args=ocp.args.PyTreeSave(tree))
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": str(dtype),
+        "config": dataclasses.asdict(source.config),
+    }
+    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class _PendingLeaf:
+    """What stands for an array in the tree that Orbax is asked to save."""
+
+    source: Source
+    name: str
+    dtype: np.dtype
+
+    def read(self) -> np.ndarray:
+        return self.source.read(self.name, self.dtype)
+
+
+def _streaming_handler() -> ocp.type_handlers.TypeHandler:
+    """Writes `_PendingLeaf`s as NumPy arrays, each read only when it is its turn."""
+    import orbax.checkpoint as ocp
+
+    class StreamingHandler(ocp.type_handlers.NumpyHandler):
+        def __init__(self):
+            super().__init__(deepcopy_host_arrays=False)
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None):
+            args = args or [ocp.SaveArgs()] * len(values)
+            for value, info, arg in zip(values, infos, args, strict=True):
+                for future in await super().serialize([value.read()], [info], [arg]):
+                    future.result()
+            return []
+
+    return StreamingHandler()

@@ -1,0 +1,50 @@
+"""The command line: `sparse-loop COMMAND ...`.
+
+Each command is a module of this package with `HELP`, `add_arguments(parser)` and
+`run(args) -> int`. Such a module imports nothing heavy before `run`, so that help and
+complaints about arguments come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+COMMANDS = ("convert", "inspect")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `args.run` is the function to call."""
+    parser = argparse.ArgumentParser(
+        prog="sparse-loop", description="Fast inference for looped language models in JAX."
+    )
+    version = importlib.metadata.version("sparse-loop-jax")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"{__name__}.{name}")
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the arguments; None: those of the process.
+
+    Returns:
+      The exit status: 0, or 2 after a complaint about files or values, on one line of
+      standard error. Anything else is a bug, and keeps its traceback.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"sparse-loop: error: {error}", file=sys.stderr)
+        return 2
