@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,16 @@ from sparse_loop_jax.models import LayerParams, Ouro, OuroConfig, OuroParams
 
 # Silent broadcasting between ranks is the commonest way to get a plausible wrong number.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# An example may compile a program: how long it takes says nothing. On a CI machine the
+# examples are the same at every run.
+hypothesis.settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("default")
 
 GOLD = Path(__file__).parent / "gold"
 

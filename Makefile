@@ -1,0 +1,56 @@
+# Every target sets up what it needs in a virtual environment. To make a second one:
+#   make test VENV=.venv312 PYTHON=python3.12 JAX='jax==0.11.2'
+PYTHON ?= python3
+VENV ?= .venv
+# Requirements that narrow those of pyproject.toml, for example one version of JAX.
+JAX ?=
+# Extras of pyproject.toml to install.
+EXTRAS ?= dev
+# Processes that run test files side by side; 0 runs all in one.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# Named after what was asked for, so that another pin installs again.
+empty :=
+READY := $(VENV)/.ready-$(subst $(empty) $(empty),_,$(strip $(EXTRAS) $(subst ==,-,$(JAX))))
+PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist loadfile
+
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | awk -F': ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(READY)  ## make the virtual environment
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' $(JAX)
+	rm -f $(VENV)/.ready-*
+	touch $@
+
+demo: $(READY)  ## write a story with the bundled model
+	$(BIN)/sparse-loop generate "Once upon a time" --max-new-tokens 64
+
+test: $(READY)  ## run the tests, but for the slow ones
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-slow: $(READY)  ## run the slow tests: minutes, gigabytes of disk
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+lint: $(READY)  ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## check types
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(READY)  ## format, and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what was built and cached, not the environments
+	rm -rf build dist out .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -type d -prune -exec rm -rf {} +
+
+.PHONY: help setup demo test test-slow lint types format clean
