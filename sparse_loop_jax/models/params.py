@@ -9,6 +9,7 @@ own arrays: a stacked array that a loop slices would be copied at every layer.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def layer_shapes(config: OuroConfig) -> dict[str, tuple[int, ...]]:
 def param_shapes(config: OuroConfig, dtype) -> OuroParams:
     """An `OuroParams` of `jax.ShapeDtypeStruct`, for tracing without weights."""
 
-    def leaf(shape):
+    def leaf(shape) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     def layer():
