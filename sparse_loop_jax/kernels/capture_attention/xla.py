@@ -9,6 +9,7 @@ from sparse_loop_jax.kernels.capture_attention.op import CaptureOutput, capture_
 from sparse_loop_jax.kernels.paged_attention import paged_attention
 from sparse_loop_jax.kernels.paged_attention.xla import gather_pages
 from sparse_loop_jax.kernels.select_keys import select_keys
+from sparse_loop_jax.kernels.sparse_attention.rows import row_max, row_products, row_sum
 from sparse_loop_jax.kernels.sparse_attention.xla import gather_keys
 
 
@@ -77,8 +78,8 @@ def capture_attention_xla(
     return CaptureOutput(
         out=out,
         positions=positions,
-        mass=jnp.sum(weights, axis=-1),
-        kept=jnp.sum(weights[..., None] * values, axis=-2),
+        mass=row_sum(weights),
+        kept=row_products("bnhc,bnhcd->bnhd", weights, values),
     )
 
 
@@ -90,7 +91,13 @@ def row_scores(
     k = gather_pages(k_pool, page_table)  # [B, S, kv_heads, head_dim]
     span, kv_heads = k.shape[1:3]
     grouped = q.reshape(batch, rows, kv_heads, heads // kv_heads, dim)
-    scores = jnp.einsum("bnkgd,bskd->bnkgs", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "bnkgd,bskd->bnkgs",
+        grouped,
+        k,
+        precision=jax.lax.Precision.HIGHEST,  # float32 inputs must not become TF32
+        preferred_element_type=jnp.float32,
+    )
     scores = scores.reshape(batch, rows, heads, span) * dim**-0.5
     visible = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 3) < lengths[..., None, None]
     return jnp.where(visible, scores, -jnp.inf)
@@ -102,13 +109,13 @@ def selected_probabilities(
     """Probabilities of the kept positions under the softmax over all scores, float32.
 
     Args:
-      scores: float32 `[..., S]`, -inf where a row does not look.
-      positions: integers `[..., capacity]`, in range where `kept`.
+      scores: float32 `[B, n, heads, S]`, -inf where a row does not look.
+      positions: integers `[B, n, heads, capacity]`, in range where `kept`.
       kept: bool, of the shape of `positions`; the others give zeros.
     """
-    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = row_max(scores)
     top = jnp.where(jnp.isneginf(top), 0, top)  # a dead row sees nothing
-    total = jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)
+    total = row_sum(jnp.exp(scores - top))[..., None]
     index = jnp.where(kept, positions.astype(jnp.int32), 0)
     chosen = jnp.take_along_axis(scores, index, axis=-1)
     return jnp.where(kept, jnp.exp(chosen - top) / jnp.where(total == 0, 1, total), 0)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_loop_jax.kernels.sparse_attention.op import sparse_attention
+from sparse_loop_jax.kernels.sparse_attention.rows import row_max, row_products, row_sum
 
 
 @sparse_attention.register("xla")
@@ -43,19 +44,13 @@ def sparse_attention_xla(
       with count 0 give zeros, whatever their mass and base hold. Only kept rows of the pools
       are gathered: what lies elsewhere, NaN included, changes nothing.
     """
-    # Products are written as multiply and sum: the gathered rows can fuse into the
-    # reduction instead of being stored, and a row's result cannot depend on the batch.
-    # At one query per gathered row a matrix product would have nothing to reuse.
     kept = jax.lax.broadcasted_iota(jnp.int32, positions.shape, 3) < counts[..., None, None]
     k = gather_keys(k_pool, page_table, positions, kept)
     v = gather_keys(v_pool, page_table, positions, kept)
-    q32 = q.astype(jnp.float32)[..., None, :]
-    scores = jnp.sum(q32 * k, axis=-1) * q.shape[-1] ** -0.5  # [B, n, heads, capacity]
+    scores = row_products("bnhd,bnhcd->bnhc", q, k) * q.shape[-1] ** -0.5
     scores = jnp.where(kept, scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.where(kept, jnp.exp(scores - top), 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    mean = jnp.sum(weights[..., None] * v, axis=-2) / total
+    weights = jnp.where(kept, jnp.exp(scores - row_max(scores)), 0)
+    mean = row_products("bnhc,bnhcd->bnhd", weights, v) / row_sum(weights)[..., None]
     out = base + mass[..., None] * mean
     return jnp.where(counts[..., None, None] > 0, out, 0).astype(q.dtype)
 
@@ -63,7 +58,7 @@ def sparse_attention_xla(
 def gather_keys(
     pool: jax.Array, page_table: jax.Array, positions: jax.Array, kept: jax.Array
 ) -> jax.Array:
-    """Rows of a pool at token positions, float32 `[B, n, heads, capacity, head_dim]`.
+    """Rows of a pool at token positions: `[B, n, heads, capacity, head_dim]`.
 
     Args:
       pool: `[pages, kv_heads, page_size, head_dim]`.
@@ -77,6 +72,6 @@ def gather_keys(
     request = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
     page = page_table.at[request, positions // size].get(mode="clip")
     head = jnp.arange(heads, dtype=jnp.int32)[None, None, :, None] // (heads // kv_heads)
-    rows = pool.at[page, head, positions % size].get(mode="clip").astype(jnp.float32)
+    rows = pool.at[page, head, positions % size].get(mode="clip")
     # Zero times NaN is NaN: what is not kept is cleared, not only given no weight.
     return jnp.where(kept[..., None], rows, 0)
