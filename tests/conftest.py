@@ -37,6 +37,11 @@ hypothesis.settings.load_profile("default")
 GOLD = Path(__file__).parent / "gold"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a CUDA device")
+
+
 # Golden vectors ------------------------------------------------------------------------
 
 
