@@ -1,0 +1,122 @@
+"""Paged attention as Pallas kernels: decoding, verification and prefill."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels.paged_attention.op import paged_attention
+from sparse_loop_jax.kernels.paged_attention.pallas_merge import merge_kernel
+from sparse_loop_jax.kernels.paged_attention.pallas_split import SplitConfig, split_kernel
+
+HEAD_DIMS = (16, 32, 64, 128)
+
+
+@paged_attention.register("pallas")
+def paged_attention_pallas(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: SplitConfig | None = None,
+) -> jax.Array:
+    """`paged_attention` by split kernels, at most two launches.
+
+    Each page of a request is read once for all queries that a program holds. The pieces of
+    a context are cut by its own length and by shapes alone: a row gives the same bits
+    whatever the rest of its batch holds, and at every repeat.
+
+    Args: as the reference, and
+      config: how the work is cut; None: chosen by `choose_config`.
+
+    Raises:
+      NotImplementedError: a head size, page size or dtype that the kernels do not serve.
+    """
+    dim, size = q.shape[-1], k_pool.shape[2]
+    if dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim must be one of {HEAD_DIMS}, got {dim}")
+    if size & (size - 1):
+        raise NotImplementedError(f"page_size must be a power of two, got {size}")
+    for name, array in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
+        if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise NotImplementedError(f"{name} must be a float of 2 or 4 bytes: {array.dtype}")
+    if config is None:
+        config = choose_config(q.shape, k_pool.shape, page_table.shape[1], q.dtype)
+    queries = q.shape[1] * (q.shape[2] // k_pool.shape[1])
+    if config.splits > 1 and queries > config.block_rows:
+        raise ValueError(f"{config} cuts the context and the {queries} queries: one at a time")
+    return _run(
+        q,
+        k_pool,
+        v_pool,
+        page_table,
+        lengths,
+        config=config,
+        interpret=pallas_triton.interpreting(),
+    )
+
+
+def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
+    """A configuration computed from shapes, for where nothing was measured."""
+    batch, rows, heads, _ = q_shape
+    _, kv_heads, size, _ = pool_shape
+    queries = rows * (heads // kv_heads)
+    block_rows = min(max(pl.next_power_of_2(queries), 16), 128)
+    wide = jnp.dtype(dtype).itemsize == 4
+    if queries > 32:
+        return SplitConfig(
+            block_rows=min(block_rows, 32 if wide else 128),
+            block_keys=32 if wide else 64,
+            splits=1,
+            min_keys=64,
+            num_warps=8 if block_rows == 128 else 4,
+            num_stages=2,
+        )
+    # About a thousand programs fill the device a few times over, and a piece of fewer than
+    # 128 keys is all start and end. A long context is cut anyway, for ragged batches.
+    span = max_pages * size
+    splits = max(-(-1024 // (batch * kv_heads)), span // 8192)
+    return SplitConfig(
+        block_rows=block_rows,
+        block_keys=32 if wide else 64,
+        splits=max(min(splits, span // 128), 1),
+        min_keys=128,
+        num_warps=2 if block_rows == 16 else 4,
+        num_stages=3,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def _run(q, k_pool, v_pool, page_table, lengths, *, config: SplitConfig, interpret: bool):
+    batch, rows, heads, dim = q.shape
+    kv_heads, size = k_pool.shape[1:3]
+    queries = rows * (heads // kv_heads)
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    stats = jax.ShapeDtypeStruct((batch, kv_heads, config.splits, queries), jnp.float32)
+    acc = jax.ShapeDtypeStruct((*stats.shape, dim), jnp.float32)
+    whole = config.splits == 1
+    pieces = pallas_triton.call(
+        functools.partial(split_kernel, config=config),
+        grid=(kv_heads, -(-queries // config.block_rows) if whole else config.splits, batch),
+        out_shape=out if whole else (acc, stats, stats),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="paged_attention",
+    )(q, k_pool, v_pool, page_table, lengths)
+    if whole:
+        return pieces
+    return pallas_triton.call(
+        functools.partial(merge_kernel, config=config, span=page_table.shape[1] * size),
+        grid=(kv_heads, queries, batch),
+        out_shape=out,
+        num_warps=4,
+        interpret=interpret,
+        name="paged_attention_merge",
+    )(*pieces, lengths)

@@ -1,0 +1,209 @@
+"""Attention over one piece of one request's context: the kernel of split decoding.
+
+The context of a request is cut into pieces. One program takes one piece, one kv head and
+one block of the queries that share it (the rows of the request times the query heads of the
+group), so that a page is read once for all of them, and leaves an unnormalised partial
+result that `pallas_merge` adds to the others. Products run on the matrix units with the
+queries padded to at least 16 rows: a row's result does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from sparse_loop_jax.kernels.pallas_triton import load, store
+
+LOG2E = math.log2(math.e)  # exp2 is the hardware's exponential
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitConfig:
+    """How the kernel cuts the work.
+
+    Attributes:
+      block_rows: queries of a program; at least 16.
+      block_keys: keys of one step of a program.
+      splits: pieces of a context, at most; 1 unless one block holds all queries.
+      min_keys: keys below which a piece is not cut further.
+      num_warps, num_stages: warps of a program, tiles in flight.
+    """
+
+    block_rows: int
+    block_keys: int
+    splits: int
+    min_keys: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        for name in ("block_rows", "block_keys", "min_keys", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        if self.block_rows < 16 or self.block_keys < 16:
+            raise ValueError(f"a tile needs at least 16 rows and keys, got {self}")
+        if self.splits < 1 or self.num_stages < 1:
+            raise ValueError(f"splits and num_stages must be positive, got {self}")
+
+
+def context_length(lengths_ref, b, span: int):
+    """Keys of request b that any of its rows sees, at most what its table holds."""
+    top = lengths_ref[b, 0]
+    for i in range(1, lengths_ref.shape[1]):
+        top = jnp.maximum(top, lengths_ref[b, i])
+    return jnp.minimum(top, span)
+
+
+def piece_keys(length, config: SplitConfig):
+    """Keys of each piece of a context of `length`: equal, whole blocks, not tiny."""
+    blocks = _ceil_div(length, config.block_keys)
+    least = max(config.min_keys // config.block_keys, 1)
+    return jnp.maximum(_ceil_div(blocks, config.splits), least) * config.block_keys
+
+
+def split_kernel(
+    q_ref,  # [B, n, heads, dim]
+    k_ref,  # [pages, kv_heads, page_size, dim]
+    v_ref,  # [pages, kv_heads, page_size, dim]
+    table_ref,  # int32 [B, max_pages]
+    lengths_ref,  # int32 [B, n]
+    *out_refs,  # out [B, n, heads, dim] where splits is 1, else
+    #   acc float32 [B, kv_heads, splits, R, dim] with R = n * group,
+    #   top and total float32 [B, kv_heads, splits, R]: the maximum of the base-2 scores and
+    #   the sum of the weights relative to it
+    config: SplitConfig,
+):
+    """Grid (kv_heads, splits or row blocks, B)."""
+    head, b = pl.program_id(0), pl.program_id(2)
+    rows, heads, dim = q_ref.shape[1:]
+    pages, kv_heads, size, _ = k_ref.shape
+    group = heads // kv_heads
+    count, span = rows * group, table_ref.shape[1] * size
+    whole = config.splits == 1
+    piece, row_block = (0, pl.program_id(1)) if whole else (pl.program_id(1), 0)
+    block, block_rows = config.block_keys, config.block_rows
+    dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
+    scale = dim**-0.5 * LOG2E
+
+    query = row_block * block_rows + jax.lax.iota(jnp.int32, block_rows)
+    real = query < count
+    row = jax.lax.div(jnp.minimum(query, count - 1), jnp.int32(group))
+    lane = head * group + jax.lax.rem(query, jnp.int32(group))
+    flat = jax.lax.iota(jnp.int32, dim)
+    wide = jnp.broadcast_to(real[:, None], (block_rows, dim))
+    q = load(q_ref.at[b, row[:, None], lane[:, None], flat[None, :]], mask=wide, other=0)
+    q = q.astype(dtype)
+
+    limits = jnp.minimum(load(lengths_ref.at[b, row], mask=real, other=0), span)
+    # All programs of a piece, the merging one too, must cut the context alike.
+    length = jnp.max(limits, axis=0) if whole else context_length(lengths_ref, b, span)
+    keys = length if whole else piece_keys(length, config)
+    start = piece * keys
+    end = jnp.minimum(start + keys, length)
+    # Up to `common` each live row sees every key, and nothing needs a mask. Dead and padding
+    # rows compute there too, and are dropped at the end.
+    common = jnp.min(jnp.where(limits > 0, limits, length), axis=0)
+    free = jax.lax.div(jnp.maximum(jnp.minimum(common, end) - start, 0), jnp.int32(block))
+    steps = _ceil_div(jnp.maximum(end - start, 0), block)
+    within = jax.lax.iota(jnp.int32, block)
+    bits, rest = size.bit_length() - 1, size - 1
+
+    def step(masked: bool):
+        def body(index, carry):
+            top, total, acc = carry
+            base = start + index * block
+            # Block and page size are powers of two and `base` a multiple of the block, so
+            # these sums never carry from the token into the page.
+            slot = (base >> bits) + (within >> bits)
+            token = (base & rest) + (within & rest)
+            inside = base + within < end
+            page = load(table_ref.at[b, slot], **(_masked(inside) if masked else {}))
+            # An id past the pool has no page; any page is as good to read.
+            page = jnp.clip(page, 0, pages - 1)
+            where = (page[:, None], head, token[:, None], flat[None, :])
+            mask = _masked(jnp.broadcast_to(inside[:, None], (block, dim))) if masked else {}
+            k = load(k_ref.at[where], **mask).astype(dtype)
+            scores = _dot(q, k, 1) * scale
+            if masked:
+                visible = base + within[None, :] < limits[:, None]
+                scores = jnp.where(visible, scores, -jnp.inf)
+            peak = jnp.maximum(top, jnp.max(scores, axis=1))
+            # -inf minus -inf is nan: a row that has seen no key yet subtracts zero.
+            shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked else peak
+            weights = jnp.exp2(scores - shift[:, None])
+            keep = jnp.exp2(top - shift)
+            total = total * keep + jnp.sum(weights, axis=1)
+            v = load(v_ref.at[where], **mask).astype(dtype)
+            if masked:
+                # Zero times NaN is NaN: what is not finite stays out of the product and
+                # comes back only in the rows that see it.
+                finite = jnp.abs(v.astype(jnp.float32)) < jnp.inf
+                v = jnp.where(finite, v, jnp.zeros_like(v))
+                bad = 1.0 - jnp.min(finite.astype(jnp.float32), axis=1)
+                poison = jnp.max(jnp.where(visible, bad[None, :], 0.0), axis=1)
+                total = jnp.where(poison > 0, jnp.nan, total)
+            acc = acc * keep[:, None] + _weigh(weights, v, block_rows)
+            return peak, total, acc
+
+        return body
+
+    carry = (
+        jnp.full((block_rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((block_rows,), jnp.float32),
+        jnp.zeros((block_rows, dim), jnp.float32),
+    )
+    carry = jax.lax.fori_loop(0, free, step(masked=False), carry)
+    top, total, acc = jax.lax.fori_loop(free, steps, step(masked=True), carry)
+
+    index = (b, row[:, None], lane[:, None], flat[None, :])
+    if whole:
+        (out_ref,) = out_refs
+        seen = limits > 0
+        out = acc / jnp.where(seen, total, 1.0)[:, None]
+        out = jnp.where(seen[:, None], out, 0.0).astype(out_ref.dtype)
+        # A padding row's index is past the end, so that it repeats no live one.
+        index = (b, jnp.where(real, row, rows)[:, None], *index[2:])
+        store(out_ref.at[index], out, mask=wide)
+    else:
+        acc_ref, top_ref, total_ref = out_refs
+
+        @pl.when(start < length)
+        def _():
+            place = (b, head, piece)
+            store(acc_ref.at[(*place, query[:, None], flat[None, :])], acc, mask=wide)
+            store(top_ref.at[(*place, query)], top, mask=real)
+            store(total_ref.at[(*place, query)], total, mask=real)
+
+
+def _masked(mask) -> dict:
+    return {"mask": mask, "other": 0}
+
+
+def _ceil_div(a, b: int):
+    return jax.lax.div(a + (b - 1), jnp.int32(b))
+
+
+def _dot(a, b, axis: int):
+    """The columns of a against `axis` of b, summed in float32; float32 inputs stay float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _weigh(weights, v, block_rows: int):
+    """Weights times values. Few rows keep the weights' rounding error as a second term.
+
+    With few rows the matrix units idle anyway. With many (a prefill) they are what limits,
+    and the weights are rounded to the dtype of V, as flash attention does.
+    """
+    high = weights.astype(v.dtype)
+    out = _dot(high, v, 0)
+    if v.dtype != jnp.float32 and block_rows <= 32:
+        out += _dot((weights - high.astype(jnp.float32)).astype(v.dtype), v, 0)
+    return out
