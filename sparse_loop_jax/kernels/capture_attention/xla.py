@@ -59,7 +59,7 @@ def capture_attention_xla(
     )
     # The barriers keep the compiler from sharing or fusing the dense op's arithmetic with
     # the second pass over the scores, which would change how the output rounds.
-    out, q = jax.lax.optimization_barrier((out, q))
+    out, q = jax.lax.optimization_barrier(out), jax.lax.optimization_barrier(q)
     scores = row_scores(q, k_pool, page_table, lengths)  # [B, n, heads, S]
     lead = scores.shape[:-1]
     span = scores.shape[-1]
