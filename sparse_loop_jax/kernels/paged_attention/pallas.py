@@ -87,7 +87,7 @@ def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
         block_keys=32 if wide else 64,
         splits=max(min(splits, span // 128), 1),
         min_keys=128,
-        num_warps=2 if block_rows == 16 else 4,
+        num_warps=2 if queries == 1 and not wide else 4,
         num_stages=3,
     )
 

@@ -139,14 +139,13 @@ def split_kernel(
             keep = jnp.exp2(top - shift)
             total = total * keep + jnp.sum(weights, axis=1)
             v = load(v_ref.at[where], **mask).astype(dtype)
-            if masked:
-                # Zero times NaN is NaN: what is not finite stays out of the product and
-                # comes back only in the rows that see it.
+            if masked and rows > 1:
+                # Zero times NaN is NaN, and a row may see fewer keys than its neighbour: what
+                # is not finite stays out of the product and comes back where it is seen.
                 finite = jnp.abs(v.astype(jnp.float32)) < jnp.inf
+                spoiled = _dot(visible.astype(dtype), jnp.where(finite, 0, 1).astype(dtype), 0)
                 v = jnp.where(finite, v, jnp.zeros_like(v))
-                bad = 1.0 - jnp.min(finite.astype(jnp.float32), axis=1)
-                poison = jnp.max(jnp.where(visible, bad[None, :], 0.0), axis=1)
-                total = jnp.where(poison > 0, jnp.nan, total)
+                acc = jnp.where(spoiled > 0, jnp.nan, acc)
             acc = acc * keep[:, None] + _weigh(weights, v, block_rows)
             return peak, total, acc
 

@@ -45,15 +45,30 @@ def paged_attention_xla(
     poisoned = first_bad[:, None] < lengths[..., None]  # [B, n, kv_heads]
     v = jnp.where(finite[..., None], v.astype(jnp.float32), 0)
     grouped = q.reshape(batch, rows, kv_heads, heads // kv_heads, dim)
-    scores = jnp.einsum("bnkgd,bskd->bkgns", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores * dim**-0.5, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
+    scores = _product("bnkgd,bskd->bkgns", grouped, k) * dim**-0.5
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    # A maximum and a sum of the exponentials would be fused with them, and XLA on the CPU
+    # then picks another exponential and another order by the size of the batch. A position
+    # and a product keep a request's bits the same alone, in a batch and under a wider table.
+    # Two columns of ones: a product with one is rewritten into the sum to be avoided.
+    top = jnp.take_along_axis(scores, jnp.argmax(scores, axis=-1, keepdims=True), axis=-1)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1, total)
-    out = jnp.einsum("bkgns,bskd->bnkgd", weights, v, preferred_element_type=jnp.float32)
+    total = _product("bkgns,bskd->bnkgd", weights, jnp.ones((*v.shape[:3], 2), v.dtype))
+    out = _product("bkgns,bskd->bnkgd", weights, v)
+    out = out / jnp.where(total == 0, 1, total)[..., :1]
     out = jnp.where(poisoned[..., None, None], jnp.nan, out)
     return out.reshape(batch, rows, heads, dim).astype(q.dtype)
+
+
+def _product(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """An einsum summed in float32; float32 factors are not rounded to TF32."""
+    return jnp.einsum(
+        subscripts,
+        left,
+        right,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def gather_pages(pool: jax.Array, page_table: jax.Array) -> jax.Array:
