@@ -206,9 +206,9 @@ class Bound:
         call = functools.partial(op, implementation=name, **options)
         self.jitted = jax.jit(call, **jit_options)
 
-    def __call__(self, *args):
+    def __call__(self, *args, **kwargs):
         try:
-            return self.jitted(*args)
+            return self.jitted(*args, **kwargs)
         except NotImplementedError as error:
             if self.is_reference:
                 raise
