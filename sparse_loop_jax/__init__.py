@@ -7,18 +7,60 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparse_loop_jax.checkpoint import convert, load
+    from sparse_loop_jax.decoding import (
+        DecodeState,
+        SpeculativeConfig,
+        decode_step,
+        no_lease,
+        prefill,
+        speculative_step,
+    )
+    from sparse_loop_jax.generation import GenerateOutput, StreamChunk, generate, start, stream
     from sparse_loop_jax.models import Ouro, OuroConfig, forward
+    from sparse_loop_jax.sparse import SparseDecodeConfig, StaleLeaseError
 
-__all__ = ["Ouro", "OuroConfig", "convert", "forward", "load"]
+__all__ = [
+    "DecodeState",
+    "GenerateOutput",
+    "Ouro",
+    "OuroConfig",
+    "SparseDecodeConfig",
+    "SpeculativeConfig",
+    "StaleLeaseError",
+    "StreamChunk",
+    "convert",
+    "decode_step",
+    "forward",
+    "generate",
+    "load",
+    "no_lease",
+    "prefill",
+    "speculative_step",
+    "start",
+    "stream",
+]
 
 # Where each public name lives. Imported on first use: `sparse-loop --help` does not wait for
 # JAX. A module of this package must not have the name of one of these.
 _HOMES = {
+    "DecodeState": "decoding",
+    "GenerateOutput": "generation",
     "Ouro": "models",
     "OuroConfig": "models",
+    "SparseDecodeConfig": "sparse",
+    "SpeculativeConfig": "decoding",
+    "StaleLeaseError": "sparse",
+    "StreamChunk": "generation",
     "convert": "checkpoint",
+    "decode_step": "decoding",
     "forward": "models",
+    "generate": "generation",
     "load": "checkpoint",
+    "no_lease": "decoding",
+    "prefill": "decoding",
+    "speculative_step": "decoding",
+    "start": "generation",
+    "stream": "generation",
 }
 
 

@@ -13,7 +13,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("convert", "inspect")
+COMMANDS = ("generate", "convert", "inspect", "bench")
 
 
 def build_parser() -> argparse.ArgumentParser:

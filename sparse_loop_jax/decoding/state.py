@@ -8,24 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from sparse_loop_jax.cache import PagedKVCache
-from sparse_loop_jax.models.config import OuroConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeSpec:
-    """What a compiled step depends on besides shapes; hashable.
-
-    Attributes:
-      config: the model.
-      sampled: False compiles the greedy readout alone.
-      early_exit: True lets `RequestParams.exit_threshold` choose the readout's loop.
-      implementation: of the ops, by name; None lets each op choose.
-    """
-
-    config: OuroConfig
-    sampled: bool = False
-    early_exit: bool = False
-    implementation: str | None = None
+from sparse_loop_jax.decoding.adaptive import DraftHistory
+from sparse_loop_jax.decoding.config import DecodeSpec
+from sparse_loop_jax.sparse.store import ReferenceLease, SparseDecodeReferenceStore
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +37,10 @@ class DecodeState:
     position: jax.Array  # int32 [B], where it goes: the tokens that K/V hold already
     remaining: jax.Array  # int32 [B], tokens that may still be emitted
     stopped: jax.Array  # bool [B], a stop token was emitted
+    # Sparse decode only: the reference store, and k by N, int32 [context + 1].
+    store: SparseDecodeReferenceStore | None
+    key_counts: jax.Array | None
+    history: DraftHistory | None  # adaptive speculation only
     spec: DecodeSpec = dataclasses.field(metadata={"static": True})
 
     @property
@@ -62,20 +51,64 @@ class DecodeState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StepOutput:
-    """Tokens that a step emitted; on the device until someone asks."""
+class RoundCounters:
+    """What a round did, summed over its requests; the device adds rounds up."""
+
+    rounds: jax.Array  # int32 []; 1 if a request was live
+    drafted: jax.Array  # int32 [K]; tokens offered, by place in the round
+    accepted: jax.Array  # int32 [K]; of them, those that stood and were emitted
+    emitted: jax.Array  # int32 []
+    refused: jax.Array  # int32 []; requests that emitted nothing for a refused reference
+    sparse: SparseCounters | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparseCounters:
+    """Sparse attention of a round's rows; sums over rows, layers and loops where not said."""
+
+    captured: jax.Array  # int32 []; (row, layer, loop) that captured
+    consumed: jax.Array  # int32 []; (row, layer, loop) that consumed
+    keys_read: jax.Array  # float32 []; keys a head attended to, over (row, loop)
+    keys_dense: jax.Array  # float32 []; keys dense attention would have
+    mass_sum: jax.Array  # float32 [layers]; retained mass, mean over heads, emitted rows
+    mass_min: jax.Array  # float32 [layers]; the least of a head
+    mass_rows: jax.Array  # int32 []; rows in mass_sum
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundOutput:
+    """What a step emitted; on the device until someone asks."""
 
     tokens: jax.Array  # int32 [B, n]
-    count: jax.Array  # int32 [B], how many of them count
-    logits: jax.Array  # float32 [B, vocab], what the first of them was chosen from
+    count: jax.Array  # int32 [B]; the first so many were emitted
+    logits: jax.Array  # float32 [B, n, vocab]; row j's choose token j
+    lease: ReferenceLease  # of the round's references; retire it when done
+    counters: RoundCounters
 
 
-def emit(state: DecodeState, token: jax.Array, live: jax.Array) -> DecodeState:
-    """Moves the live requests one emitted token on. `token` int32 [B], `live` bool [B]."""
-    stops = (token[:, None] == state.request.stop_ids).any(axis=1)
-    return dataclasses.replace(
+def emit(
+    state: DecodeState, tokens: jax.Array, wanted: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """Emits the first `wanted` int32 [B] of each request's `tokens` int32 [B, n].
+
+    A stop token ends a request there. The state moves on to the last emitted token, whose
+    K/V is not written yet.
+
+    Returns:
+      The state and how many tokens were emitted, int32 [B].
+    """
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    stops = (tokens[..., None] == state.request.stop_ids[:, None]).any(axis=-1)
+    stops &= offsets < wanted[:, None]
+    stopped = stops.any(axis=1)
+    count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, wanted)
+    last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    state = dataclasses.replace(
         state,
-        token=jnp.where(live, token, state.token),
-        remaining=state.remaining - live,
-        stopped=state.stopped | (live & stops),
+        token=jnp.where(count > 0, last, state.token),
+        remaining=state.remaining - count,
+        stopped=state.stopped | stopped,
     )
+    return state, count

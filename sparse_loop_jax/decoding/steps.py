@@ -8,19 +8,23 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from sparse_loop_jax.decoding import references
 from sparse_loop_jax.decoding.exits import start_exit_readout
 from sparse_loop_jax.decoding.loops import Rows, run_loops
 from sparse_loop_jax.decoding.sampling import choose_tokens
-from sparse_loop_jax.decoding.state import DecodeState, StepOutput, emit
+from sparse_loop_jax.decoding.state import DecodeState, RoundOutput, emit
 from sparse_loop_jax.models.layers import lm_logits
 from sparse_loop_jax.models.params import OuroParams
+from sparse_loop_jax.sparse.store import ReferenceLease
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
 def prefill(
     params: OuroParams, state: DecodeState, tokens: jax.Array, valid: jax.Array, ends: jax.Array
-) -> tuple[DecodeState, StepOutput]:
-    """Runs the next chunk of each request's prompt through all loops.
+) -> tuple[DecodeState, RoundOutput]:
+    """Runs the next chunk of each request's prompt through all loops, dense.
+
+    A prompt is run the same way whatever decodes after it, so the program (jitted, `state`
+    donated) is compiled once for dense, sparse and speculative states alike.
 
     Args:
       tokens: int32 `[B, C]`; a chunk of each prompt, padded on the right.
@@ -30,39 +34,95 @@ def prefill(
     Returns:
       The state, K/V written and positions moved, and the emitted tokens (`count` 0 or 1).
     """
-    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    rows = Rows(state.position[:, None] + offsets, offsets < valid[:, None])
-    hidden, cache, readout = _run_all_loops(params, state, params.embed[tokens], rows)
-    last = jnp.maximum(valid - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(hidden if readout is None else readout, last, axis=1)[:, 0]
-    state = dataclasses.replace(state, cache=cache, position=state.position + valid)
-    return _emit_from(params, state, hidden, ends & (valid > 0) & state.live)
+    plain = dataclasses.replace(
+        state,
+        store=None,
+        key_counts=None,
+        history=None,
+        spec=dataclasses.replace(state.spec, sparse=None, speculative=None),
+    )
+    plain, output = _prefill(params, plain, tokens, valid, ends)
+    state = dataclasses.replace(
+        plain,
+        store=state.store,
+        key_counts=state.key_counts,
+        history=state.history,
+        spec=state.spec,
+    )
+    return state, output
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def decode_step(params: OuroParams, state: DecodeState) -> tuple[DecodeState, StepOutput]:
-    """Feeds each live request's token through all loops and emits the next one."""
-    live = state.live
-    rows = Rows(state.position[:, None], live[:, None])
+def _prefill(params, state, tokens, valid, ends):
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    rows = Rows(state.position[:, None] + offsets, offsets < valid[:, None])
+    readout = _readout(state, params.embed[tokens])
+    done = run_loops(
+        params,
+        state.spec,
+        params.embed[tokens],
+        rows,
+        state.cache,
+        range(state.spec.config.total_ut_steps),
+        readout=readout,
+    )
+    hidden = done.hidden if done.readout is None else done.readout.hidden
+    last = jnp.maximum(valid - 1, 0)[:, None, None]
+    hidden = jnp.take_along_axis(hidden, last, axis=1)
+    state = dataclasses.replace(state, cache=done.cache, position=state.position + valid)
+    logits, token = _read_out(params, state, hidden, state.position)
+    state, count = emit(state, token, (ends & (valid > 0) & state.live).astype(jnp.int32))
+    return state, RoundOutput(
+        tokens=token,
+        count=count,
+        logits=logits,
+        lease=references.no_lease(state),
+        counters=references.no_counters(state),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def decode_step(
+    params: OuroParams, state: DecodeState, retire: ReferenceLease
+) -> tuple[DecodeState, RoundOutput]:
+    """Feeds each live request's token through all loops and emits the next one.
+
+    Args:
+      params: the weights.
+      state: donated.
+      retire: the lease of a round whose output has been dealt with; its slots are freed.
+        `no_lease(state)` where there is none.
+
+    Returns:
+      The state, and the round's tokens `[B, 1]`, counts, logits and lease.
+    """
+    round_ = references.open_round(state, retire, state.live.astype(jnp.int32))
     embedded = params.embed[state.token][:, None]
-    hidden, cache, readout = _run_all_loops(params, state, embedded, rows)
-    state = dataclasses.replace(state, cache=cache, position=state.position + live)
-    return _emit_from(params, state, (hidden if readout is None else readout)[:, 0], live)
+    done = run_loops(
+        params,
+        state.spec,
+        embedded,
+        Rows(state.position[:, None], (round_.rows > 0)[:, None]),
+        state.cache,
+        range(state.spec.config.total_ut_steps),
+        sparse=round_.sparse,
+        readout=_readout(state, embedded),
+    )
+    hidden = done.hidden if done.readout is None else done.readout.hidden
+    logits, token = _read_out(params, state, hidden, state.position + 1)
+    state = dataclasses.replace(state, cache=done.cache)
+    accepted = jnp.zeros_like(round_.rows)
+    return references.close_round(state, round_, done.sparse, token, accepted, logits)
 
 
-def _run_all_loops(params, state, hidden, rows):
-    spec = state.spec
-    readout = None
-    if spec.early_exit:
-        readout = start_exit_readout(hidden, state.request.exit_threshold)
-    depths = range(spec.config.total_ut_steps)
-    hidden, cache, readout = run_loops(params, spec, hidden, rows, state.cache, depths, readout)
-    return hidden, cache, None if readout is None else readout.hidden
+def _readout(state: DecodeState, hidden: jax.Array):
+    if not state.spec.early_exit:
+        return None
+    return start_exit_readout(hidden, state.request.exit_threshold)
 
 
-def _emit_from(params, state, hidden, live):
-    """Reads `hidden [B, hidden]` out and emits one token of each live request."""
+def _read_out(params: OuroParams, state: DecodeState, hidden: jax.Array, place: jax.Array):
+    """Logits `[B, 1, vocab]` and the chosen token `[B, 1]` of states `[B, 1, hidden]`."""
     logits = lm_logits(params, hidden)
-    token = choose_tokens(logits, state.request, state.position, sampled=state.spec.sampled)
-    output = StepOutput(tokens=token[:, None], count=live.astype(jnp.int32), logits=logits)
-    return emit(state, token, live), output
+    token = choose_tokens(logits[:, 0], state.request, place, sampled=state.spec.sampled)
+    return logits, token[:, None]

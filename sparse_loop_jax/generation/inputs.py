@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from sparse_loop_jax.generation.options import is_int
 from sparse_loop_jax.models.ouro import Ouro
 
 
@@ -58,22 +58,10 @@ def make_requests(
     return requests
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float, seed: int) -> None:
-    """Raises ValueError, naming the value and its range, for impossible sampling."""
-    if not _is_number(temperature) or not math.isfinite(temperature) or temperature < 0:
-        raise ValueError(f"temperature must be a finite number >= 0, got {temperature!r}")
-    if top_k is not None and (not _is_int(top_k) or top_k < 1):
-        raise ValueError(f"top_k must be an integer >= 1, or None to keep all, got {top_k!r}")
-    if not _is_number(top_p) or not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
-    if not _is_int(seed) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be an integer in [0, 2^63), got {seed!r}")
-
-
 def _limits(max_new_tokens, count: int) -> list[int]:
     each = (
         [max_new_tokens] * count
-        if _is_int(max_new_tokens) or not isinstance(max_new_tokens, Sequence)
+        if is_int(max_new_tokens) or not isinstance(max_new_tokens, Sequence)
         else list(max_new_tokens)
     )
     if len(each) != count:
@@ -81,7 +69,7 @@ def _limits(max_new_tokens, count: int) -> list[int]:
             f"max_new_tokens has {len(each)} values for {count} prompts: pass one, or one each"
         )
     for limit in each:
-        if not _is_int(limit) or limit < 1:
+        if not is_int(limit) or limit < 1:
             raise ValueError(f"max_new_tokens must be an integer >= 1, got {limit!r}")
     return each
 
@@ -89,13 +77,13 @@ def _limits(max_new_tokens, count: int) -> list[int]:
 def _stop_ids(model: Ouro, eos_token_id) -> tuple[int, ...]:
     if eos_token_id is None:
         return model.config.eos_token_ids
-    ids = [eos_token_id] if _is_int(eos_token_id) else eos_token_id
+    ids = [eos_token_id] if is_int(eos_token_id) else eos_token_id
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise ValueError(
             f"eos_token_id must be a token id or a list of them, got {eos_token_id!r}"
         )
     for token in ids:
-        if not _is_int(token) or not 0 <= token < model.config.vocab_size:
+        if not is_int(token) or not 0 <= token < model.config.vocab_size:
             raise ValueError(
                 f"eos_token_id has {token!r}, which is not a token id below "
                 f"{model.config.vocab_size}"
@@ -131,11 +119,3 @@ def _token_ids(model: Ouro, prompt, index: int) -> np.ndarray:
             f"{model.config.max_position_embeddings}: shorten it"
         )
     return ids.astype(np.int32)
-
-
-def _is_int(value) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_number(value) -> bool:
-    return _is_int(value) or isinstance(value, float | np.floating)

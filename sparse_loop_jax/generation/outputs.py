@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+from sparse_loop_jax.decoding.state import RoundCounters
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateStats:
     """Counts, seconds and bytes of one call.
 
@@ -14,9 +17,18 @@ class GenerateStats:
       prefill_seconds, decode_seconds: wall time, compilation taken out.
       tokens_per_second: tokens of the decode loop over its seconds; 0 if it did not run.
       compile_seconds, compilations: what JAX compiled during the call.
-      kv_cache_bytes: of the pools.
+      kv_cache_bytes, reference_store_bytes: as allocated.
       peak_bytes: of the first device since the process began; None where it is not known.
       implementation: what served the ops.
+      rounds: steps of the decode loop; one token each without speculation.
+      drafted, accepted: drafted tokens offered, and those that were emitted.
+      acceptance_by_position: accepted / drafted at each place of a round; None where
+        nothing was drafted.
+      captured_rows, consumed_rows: (row, layer, loop) that captured or consumed references.
+      keys_read, keys_dense: keys a head attended to, over decoded rows and all loops, and
+        what dense attention would have read.
+      retained_mass_mean, retained_mass_min: attention mass of the kept keys, per layer, over
+        emitted rows and heads; empty when dense.
     """
 
     prompt_tokens: int
@@ -27,8 +39,41 @@ class GenerateStats:
     compile_seconds: float
     compilations: int
     kv_cache_bytes: int
+    reference_store_bytes: int
     peak_bytes: int | None
     implementation: str
+    rounds: int
+    drafted: int
+    accepted: int
+    acceptance_by_position: list[float | None]
+    captured_rows: int
+    consumed_rows: int
+    keys_read: float
+    keys_dense: float
+    retained_mass_mean: list[float]
+    retained_mass_min: list[float]
+
+    @classmethod
+    def from_counters(cls, counters: RoundCounters, **measured: Any) -> GenerateStats:
+        """The stats of rounds counted on the device (`counters` read to the host)."""
+        drafted, accepted = counters.drafted.tolist(), counters.accepted.tolist()
+        sparse = counters.sparse
+        rows = 0 if sparse is None else int(sparse.mass_rows)
+        return cls(
+            rounds=int(counters.rounds),
+            drafted=sum(drafted),
+            accepted=sum(accepted),
+            acceptance_by_position=[
+                a / d if d else None for a, d in zip(accepted, drafted, strict=True)
+            ],
+            captured_rows=0 if sparse is None else int(sparse.captured),
+            consumed_rows=0 if sparse is None else int(sparse.consumed),
+            keys_read=0.0 if sparse is None else float(sparse.keys_read),
+            keys_dense=0.0 if sparse is None else float(sparse.keys_dense),
+            retained_mass_mean=[] if not rows else (sparse.mass_sum / rows).tolist(),
+            retained_mass_min=[] if not rows else sparse.mass_min.tolist(),
+            **measured,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

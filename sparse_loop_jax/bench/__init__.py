@@ -1,0 +1,1 @@
+"""Benchmarks behind `sparse-loop bench`: times beside the bytes that explain them."""

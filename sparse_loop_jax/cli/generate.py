@@ -1,0 +1,102 @@
+"""`sparse-loop generate`: continue a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+HELP = "continue prompts with a checkpoint, or with the bundled model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="+", help="text to continue; several make one batch")
+    parser.add_argument("--model", help="checkpoint directory or Hub id; default: bundled")
+    parser.add_argument("--revision", help="commit of a Hub id, 40 hexadecimal digits")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-eos", action="store_true", help="do not stop at stop tokens")
+    parser.add_argument("--exit-threshold", type=float, help="leave earlier loops; 1 never")
+    sparse = parser.add_argument_group("cross-loop sparse decode attention")
+    sparse.add_argument("--retention", type=float, help="share of keys that loops 3, 4 read")
+    speculative = parser.add_argument_group("self-speculation")
+    speculative.add_argument("--speculative-tokens", type=int, metavar="K")
+    speculative.add_argument("--draft-loops", type=int, default=None, metavar="d")
+    speculative.add_argument("--adaptive", action="store_true", help="K is an upper bound")
+    parser.add_argument("--implementation", help='of the ops: "xla" or "pallas"')
+    parser.add_argument("--stats", action="store_true", help="print all statistics as JSON")
+    parser.add_argument("--stream", action="store_true", help="print text as it comes")
+
+
+def run(args: argparse.Namespace) -> int:
+    import sparse_loop_jax as slj
+
+    if args.speculative_tokens is None and (args.draft_loops is not None or args.adaptive):
+        raise ValueError("--draft-loops and --adaptive need --speculative-tokens")
+    if args.stream and len(args.prompt) > 1:
+        raise ValueError(f"--stream prints one text at a time, got {len(args.prompt)} prompts")
+    sparse = speculative = None
+    if args.retention is not None:
+        sparse = slj.SparseDecodeConfig(key_retention=args.retention)
+    if args.speculative_tokens is not None:
+        speculative = slj.SpeculativeConfig(
+            num_speculative_tokens=args.speculative_tokens,
+            draft_loops=2 if args.draft_loops is None else args.draft_loops,
+            adaptive=args.adaptive,
+        )
+    model = slj.load(args.model, dtype=args.dtype, revision=args.revision)
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "sparse": sparse,
+        "speculative": speculative,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "eos_token_id": [] if args.no_eos else None,
+        "exit_threshold": args.exit_threshold,
+        "implementation": args.implementation,
+    }
+    if args.stream:
+        return _stream(slj.stream(model, args.prompt, **options), args.prompt[0])
+    out = slj.generate(model, args.prompt, **options)
+    for prompt, text, ids in zip(
+        args.prompt, out.texts or [None] * len(out.token_ids), out.token_ids, strict=True
+    ):
+        print(f"{prompt}{text if text is not None else f' {ids}'}\n")
+    print(summary(out.stats), file=sys.stderr)
+    if args.stats:
+        print(json.dumps(vars(out.stats), indent=2))
+    return 0
+
+
+def summary(stats) -> str:
+    """One line that says what was run and how it went."""
+    parts = [
+        f"{stats.generated_tokens} tokens",
+        f"{stats.tokens_per_second:.0f} tokens/s",
+        f"compiled {stats.compilations} programs in {stats.compile_seconds:.1f} s",
+    ]
+    if stats.drafted:
+        parts.append(
+            f"{stats.rounds} rounds, {stats.accepted} of {stats.drafted} drafts accepted"
+        )
+    if stats.keys_dense:
+        parts.append(
+            f"read {stats.keys_read / stats.keys_dense:.0%} of the keys, "
+            f"retained mass {min(stats.retained_mass_mean):.3f} or more"
+        )
+    return "[" + "; ".join(parts) + "]"
+
+
+def _stream(chunks, prompt: str) -> int:
+    print(prompt, end="", flush=True)
+    for chunk in chunks:
+        text = chunk.text if chunk.text is not None else f" {chunk.token_ids}"
+        print(text, end="", flush=True)
+    print()
+    return 0

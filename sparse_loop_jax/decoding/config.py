@@ -1,0 +1,76 @@
+"""What a compiled step depends on besides shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sparse_loop_jax.models.config import OuroConfig
+from sparse_loop_jax.sparse.config import SparseDecodeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeConfig:
+    """Self-speculation: the first loops draft, the others verify.
+
+    Attributes:
+      num_speculative_tokens: K, tokens drafted in a round; with `adaptive`, at most so many.
+      draft_loops: loops of the draft, 1 to D - 1.
+      max_outstanding_rounds: rounds submitted before the oldest is read (`stream` and the
+        engine); 1 waits for each.
+      adaptive: choose each request's number of drafted tokens from its own history.
+
+    Raises:
+      ValueError: a value is not an integer of its range.
+    """
+
+    num_speculative_tokens: int
+    draft_loops: int = 2
+    max_outstanding_rounds: int = 2
+    adaptive: bool = False
+
+    def __post_init__(self):
+        for name in ("num_speculative_tokens", "draft_loops", "max_outstanding_rounds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive must be True or False, got {self.adaptive!r}")
+
+    def validate_for(self, config: OuroConfig) -> None:
+        """Raises ValueError if the model has too few loops to verify what is drafted."""
+        if self.draft_loops >= config.total_ut_steps:
+            raise ValueError(
+                f"draft_loops must be below the model's {config.total_ut_steps} loops, "
+                f"got {self.draft_loops}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows that a request verifies in a round, at most."""
+        return self.num_speculative_tokens + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSpec:
+    """The static part of a `DecodeState`; hashable.
+
+    Attributes:
+      config: the model.
+      sampled: False compiles the greedy readout alone.
+      early_exit: True lets `RequestParams.exit_threshold` choose the readout's loop.
+      implementation: of the ops, by name; None lets each op choose.
+      sparse: cross-loop sparse attention of decoded rows; None is dense.
+      speculative: self-speculation; None decodes token by token.
+    """
+
+    config: OuroConfig
+    sampled: bool = False
+    early_exit: bool = False
+    implementation: str | None = None
+    sparse: SparseDecodeConfig | None = None
+    speculative: SpeculativeConfig | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that a request runs in a round, at most."""
+        return 1 if self.speculative is None else self.speculative.rows

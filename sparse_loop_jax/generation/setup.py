@@ -1,0 +1,121 @@
+"""From checked requests to a decode state at bucketed sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_loop_jax.cache import allocate_pages, create_cache
+from sparse_loop_jax.decoding.adaptive import new_history
+from sparse_loop_jax.decoding.config import DecodeSpec
+from sparse_loop_jax.decoding.state import DecodeState, RequestParams
+from sparse_loop_jax.generation.buckets import Sizes, power_of_two, sizes_for
+from sparse_loop_jax.generation.inputs import Request, make_requests
+from sparse_loop_jax.generation.options import Options
+from sparse_loop_jax.models.ouro import Ouro
+from sparse_loop_jax.sparse import store as reference_store
+from sparse_loop_jax.sparse.arithmetic import retained_counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call will run, before anything is allocated."""
+
+    model: Ouro
+    options: Options
+    requests: list[Request]
+    sizes: Sizes
+    spec: DecodeSpec
+
+
+def plan_call(model: Ouro, prompts: str | Sequence, options: Options) -> Plan:
+    """Checks everything that can be wrong with a call.
+
+    Raises:
+      ValueError: as documented at `generate`.
+    """
+    spec = options.spec_for(model.config)
+    requests = make_requests(model, prompts, options.max_new_tokens, options.eos_token_id)
+    sizes = sizes_for(requests, model.config.total_ut_steps, options.page_size)
+    if spec.sparse is not None:
+        assert options.sparse is not None
+        options.sparse.validate_for(model.config, max(r.kv_tokens for r in requests))
+    return Plan(model, options, requests, sizes, spec)
+
+
+def initial_state(plan: Plan, outstanding_rounds: int) -> DecodeState:
+    """Allocates the cache and, for sparse decode, the store of `outstanding_rounds`."""
+    config, sizes, requests = plan.model.config, plan.sizes, plan.requests
+    loops, page_size = config.total_ut_steps, plan.options.page_size
+    table = np.full((sizes.batch, loops, sizes.max_pages), sizes.num_pages, np.int32)
+    table[: len(requests)] = allocate_pages(
+        [r.kv_tokens for r in requests], loops, page_size, sizes.max_pages, sizes.num_pages
+    )
+    remaining = np.zeros(sizes.batch, np.int32)
+    remaining[: len(requests)] = [r.max_new_tokens for r in requests]
+    zeros = np.zeros(sizes.batch, np.int32)
+    speculative = plan.spec.speculative
+    adaptive = speculative is not None and speculative.adaptive
+    store, key_counts = _reference_store(plan, outstanding_rounds)
+    return DecodeState(
+        cache=create_cache(config, table, sizes.num_pages, page_size, plan.model.dtype),
+        request=_request_params(plan),
+        token=jnp.asarray(zeros),
+        position=jnp.asarray(zeros),
+        remaining=jnp.asarray(remaining),
+        stopped=jnp.asarray(zeros.astype(bool)),
+        store=store,
+        key_counts=key_counts,
+        history=new_history(sizes.batch) if adaptive else None,
+        spec=plan.spec,
+    )
+
+
+def _reference_store(plan: Plan, outstanding_rounds: int):
+    sparse = plan.options.sparse
+    if plan.spec.sparse is None or sparse is None:
+        return None, None
+    span = plan.sizes.max_pages * plan.options.page_size
+    counts = retained_counts(sparse.key_retention, span)
+    # A bucket too: other retentions of a like size find the same program.
+    capacity = sparse.capacity or power_of_two(int(counts[-1]))
+    store = reference_store.create(
+        plan.model.config,
+        slots=outstanding_rounds * plan.sizes.batch * plan.spec.rows,
+        capacity=capacity,
+        max_tokens=span,
+    )
+    return store, jnp.asarray(counts)
+
+
+def _request_params(plan: Plan) -> RequestParams:
+    options, sizes, config = plan.options, plan.sizes, plan.model.config
+    stop_ids = np.full((sizes.batch, sizes.stop_ids), -1, np.int32)
+    occurrence = np.zeros(sizes.batch, np.uint32)
+    for row, request in enumerate(plan.requests):
+        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+        occurrence[row] = request.occurrence
+    seed, vocab = int(options.seed), config.vocab_size
+
+    def each(value, dtype):
+        return jnp.asarray(np.full(sizes.batch, value, dtype))
+
+    return RequestParams(
+        temperature=each(options.temperature, np.float32),
+        top_k=each(vocab if options.top_k is None else min(options.top_k, vocab), np.int32),
+        top_p=each(options.top_p, np.float32),
+        exit_threshold=each(options.threshold_for(config), np.float32),
+        stop_ids=jnp.asarray(stop_ids),
+        key=_request_keys(np.asarray([seed & 0xFFFFFFFF, seed >> 32], np.uint32), occurrence),
+    )
+
+
+@jax.jit
+def _request_keys(words: jax.Array, occurrence: jax.Array) -> jax.Array:
+    """Keys [B] of requests, from the two 32-bit words of the seed and their occurrence."""
+    key = jax.random.fold_in(jax.random.key(words[0]), words[1])
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(occurrence)

@@ -1,0 +1,140 @@
+"""`stream`: tokens as rounds finish, while the next round already runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from sparse_loop_jax.decoding.config import SpeculativeConfig
+from sparse_loop_jax.decoding.rounds import RoundDriver
+from sparse_loop_jax.generation.inputs import Request
+from sparse_loop_jax.generation.options import Options
+from sparse_loop_jax.generation.prompts import run_prompts
+from sparse_loop_jax.generation.setup import Plan, initial_state, plan_call
+from sparse_loop_jax.models.ouro import Ouro
+from sparse_loop_jax.sparse.config import SparseDecodeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamChunk:
+    """New tokens of one request.
+
+    Attributes:
+      index: of the prompt.
+      token_ids: the new tokens; a stop token is kept.
+      text: the text they add, None without a tokenizer. A character whose bytes are spread
+        over several tokens comes whole, with the last of them.
+      finished: this is the request's last chunk.
+      finish_reason: "stop" or "length" when finished, else None.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    finished: bool
+    finish_reason: str | None
+
+
+def stream(
+    model: Ouro,
+    prompts: str | Sequence[str | Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] = 64,
+    sparse: SparseDecodeConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_token_id: int | Sequence[int] | None = None,
+    exit_threshold: float | None = None,
+    page_size: int = 16,
+    implementation: str | None = None,
+) -> Iterator[StreamChunk]:
+    """Yields each request's tokens as they come; together they are what `generate` returns.
+
+    Arguments are those of `generate`. Up to two rounds (`max_outstanding_rounds`) are
+    submitted before the oldest is read, so the device does not wait for the reader. Leaving
+    the iterator early frees everything.
+
+    Raises:
+      ValueError: as `generate`, at the call and not at the first token.
+    """
+    options = Options(
+        max_new_tokens=max_new_tokens,
+        sparse=sparse,
+        speculative=speculative,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_token_id=eos_token_id,
+        exit_threshold=exit_threshold,
+        page_size=page_size,
+        implementation=implementation,
+    )
+    return _chunks(plan_call(model, prompts, options))
+
+
+def _chunks(plan: Plan) -> Iterator[StreamChunk]:
+    speculative = plan.spec.speculative
+    ahead = 2 if speculative is None else speculative.max_outstanding_rounds
+    readers = [_Reader(i, r, plan.model.tokenizer) for i, r in enumerate(plan.requests)]
+    params = plan.model.params
+    state, firsts = run_prompts(params, initial_state(plan, ahead), plan.requests)
+    with RoundDriver(params, state, max_outstanding=ahead) as driver:
+        del state  # donated to the driver's first round
+        while True:
+            # The prompts' own tokens are read once the first rounds are on their way.
+            promised = driver.outstanding + (1 if firsts else 0)
+            while driver.can_submit and any(r.remaining > promised for r in readers):
+                driver.submit()
+                promised += 1
+            if firsts:
+                tokens, count = jax.device_get(firsts.pop(0))
+            elif driver.outstanding:
+                done = driver.collect()
+                tokens, count = done.tokens, done.count
+            else:
+                return
+            for reader in readers:
+                if count[reader.index] and reader.remaining:
+                    yield reader.take(tokens[reader.index, : count[reader.index]].tolist())
+
+
+class _Reader:
+    """The host's view of one request: what it may still get, and its text so far."""
+
+    def __init__(self, index: int, request: Request, tokenizer):
+        self.index = index
+        self.remaining = request.max_new_tokens  # 0 once it has finished
+        self._stop_ids = request.stop_ids
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._text = ""
+
+    def take(self, ids: list[int]) -> StreamChunk:
+        """The chunk of `ids`, which the device emitted: nothing follows a stop token."""
+        stopped = ids[-1] in self._stop_ids
+        self.remaining = 0 if stopped else self.remaining - len(ids)
+        finished = self.remaining == 0
+        return StreamChunk(
+            index=self.index,
+            token_ids=ids,
+            text=self._added_text(ids, finished),
+            finished=finished,
+            finish_reason=("stop" if stopped else "length") if finished else None,
+        )
+
+    def _added_text(self, ids: list[int], finished: bool) -> str | None:
+        if self._tokenizer is None:
+            return None
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids)
+        # A replacement character at the end may be the start of one still to come.
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not finished:
+            return ""
+        added, self._text = text[len(self._text) :], text
+        return added
