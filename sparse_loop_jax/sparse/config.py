@@ -91,6 +91,15 @@ class SparseDecodeConfig:
         """True where every key is kept: the dense path itself runs."""
         return self.key_retention == 1.0
 
+    @property
+    def compiled_part(self) -> SparseDecodeConfig:
+        """This config as far as a compiled step depends on it.
+
+        How many keys are kept is data (a table of k by N, a capacity in the store's shapes),
+        so that other retentions do not recompile.
+        """
+        return dataclasses.replace(self, key_retention=0.5, capacity=None)
+
     def modes(self, loops: int) -> tuple[str, ...]:
         """What each depth of a model of `loops` loops does for a decoded row.
 

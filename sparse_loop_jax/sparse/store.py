@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_loop_jax.sparse.sizing import create as create, nbytes_for as nbytes_for
 from sparse_loop_jax.sparse.pytrees import (
     Reference as Reference,
     ReferenceLease as ReferenceLease,
@@ -26,14 +25,19 @@ from sparse_loop_jax.sparse.pytrees import (
     SparseDecodeReferenceStore as SparseDecodeReferenceStore,
     StaleLeaseError as StaleLeaseError,
 )
+from sparse_loop_jax.sparse.sizing import create as create, nbytes_for as nbytes_for
 
 Store = SparseDecodeReferenceStore
 
 
-def empty_lease(store: Store, batch: int, rows: int) -> ReferenceLease:
-    """A lease of nothing, in the shape of real ones: releasing it frees and refuses nothing."""
+def empty_lease(slots: int, batch: int, rows: int) -> ReferenceLease:
+    """A lease of nothing, in the shape of real ones: releasing it frees and refuses nothing.
+
+    Args:
+      slots: of the store; ids of this value are past its end.
+    """
     return ReferenceLease(
-        slots=jnp.full((batch, rows), store.slots, jnp.int32),
+        slots=jnp.full((batch, rows), slots, jnp.int32),
         versions=jnp.zeros((batch, rows), jnp.uint32),
         ok=jnp.ones((), bool),
     )
