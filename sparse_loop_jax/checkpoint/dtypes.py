@@ -39,9 +39,10 @@ def cast_into(source: np.ndarray, target: np.ndarray, name: str) -> None:
       ValueError: a finite value of `source` is beyond the range of the target's dtype;
         `name` says which tensor it was.
     """
-    with np.errstate(over="ignore"):
+    # "invalid": for bfloat16, NumPy warns of signalling NaNs, which are kept as NaNs.
+    with np.errstate(over="ignore", invalid="ignore"):
         target[...] = source
-    lost = np.isinf(target) & np.isfinite(source)
+        lost = np.isinf(target) & np.isfinite(source)
     if lost.any():
         value = float(source[lost][0])
         raise ValueError(

@@ -13,7 +13,7 @@ import numpy as np
 from sparse_loop_jax.checkpoint.huggingface_config import config_from_dict, config_to_dict
 from sparse_loop_jax.checkpoint.safetensors import TensorInfo, read_tensor_into
 from sparse_loop_jax.checkpoint.shards import DEFAULT_SHARD_BYTES, read_headers, write_tensors
-from sparse_loop_jax.checkpoint.source import Source, leaf_shapes
+from sparse_loop_jax.checkpoint.source import Source, check_layer_count, leaf_shapes
 from sparse_loop_jax.checkpoint.strict_json import read_json_object
 from sparse_loop_jax.models.config import OuroConfig
 
@@ -50,7 +50,6 @@ _LAYER = {
     "down": ("mlp.down_proj.weight",),
     "post_attention_norm_2": ("post_attention_layernorm_2.weight",),
 }
-TENSORS_PER_LAYER = sum(len(names) for names in _LAYER.values())
 
 
 def pieces(config: OuroConfig) -> list[Piece]:
@@ -124,13 +123,7 @@ def check_tensors(where: str, config: OuroConfig, infos: dict[str, TensorInfo]) 
     Raises:
       ValueError: with every missing, surplus and misshapen tensor.
     """
-    if config.num_hidden_layers * TENSORS_PER_LAYER > len(infos):
-        # Before anything of that many layers is built: the number may be absurd.
-        raise ValueError(
-            f"{where}: {config.num_hidden_layers} layers need more than the {len(infos)} "
-            f"tensors that are there ({TENSORS_PER_LAYER} a layer); "
-            "num_hidden_layers in config.json is wrong, or shards are missing"
-        )
+    check_layer_count(where, config, len(infos))
     expected = {piece.tensor: piece.shape for piece in pieces(config)}
     missing = [name for name in expected if name not in infos]
     surplus = [name for name in infos if name not in expected]

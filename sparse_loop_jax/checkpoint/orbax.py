@@ -20,7 +20,12 @@ import numpy as np
 
 from sparse_loop_jax.checkpoint.dtypes import WEIGHT_DTYPES, cast
 from sparse_loop_jax.checkpoint.huggingface_config import token_ids
-from sparse_loop_jax.checkpoint.source import Source, check_shapes, leaf_shapes
+from sparse_loop_jax.checkpoint.source import (
+    Source,
+    check_layer_count,
+    check_shapes,
+    leaf_shapes,
+)
 from sparse_loop_jax.checkpoint.strict_json import read_json_object
 from sparse_loop_jax.models.config import OuroConfig
 
@@ -91,16 +96,16 @@ class OrbaxSource:
         return frozenset([self._dtype])
 
     def _check_arrays(self) -> None:
+        # Orbax opens all arrays at once. In a damaged directory all of them would fail, but
+        # only the first failure would reach us, the others the user's terminal. So one array
+        # goes alone in front.
+        self._restore("norm")
         try:
             metadata: Any = self._checkpointer.metadata(self._path)
             arrays = _flatten(metadata.item_metadata.tree)
         except Exception as error:  # Orbax and TensorStore raise many kinds
             raise _unreadable(self._path, error) from error
-        if self.config.num_hidden_layers > len(arrays):
-            raise ValueError(
-                f"{self.name}: num_hidden_layers is {self.config.num_hidden_layers}, but there "
-                f"are only {len(arrays)} arrays"
-            )
+        check_layer_count(self.name, self.config, len(arrays))
         check_shapes(self.name, self.config, {n: tuple(a.shape) for n, a in arrays.items()})
         other = [f"{n} is {a.dtype}" for n, a in arrays.items() if a.dtype != self._dtype]
         if other:
@@ -110,6 +115,9 @@ class OrbaxSource:
 
     def read(self, leaf: str, dtype: np.dtype) -> np.ndarray:
         """One leaf, read by itself, so that nothing else is in memory."""
+        return cast(self._restore(leaf), dtype, leaf)
+
+    def _restore(self, leaf: str) -> np.ndarray:
         import orbax.checkpoint as ocp
 
         item: Any = np.empty(())
@@ -123,7 +131,7 @@ class OrbaxSource:
             )
         except Exception as error:  # Orbax and TensorStore raise many kinds
             raise _unreadable(self._path, error) from error
-        return cast(_flatten(tree)[leaf], dtype, leaf)
+        return _flatten(tree)[leaf]
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -23,8 +23,8 @@ from sparse_loop_jax.checkpoint.strict_json import parse_json_object, require_re
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# The header of a model with 100,000 tensors has about 12 MB.
-MAX_HEADER_BYTES = 16 * 2**20
+# Room for 30,000 tensors; the parsed form takes some twenty times as much memory.
+MAX_HEADER_BYTES = 4 * 2**20
 MAX_RANK = 8
 
 

@@ -91,13 +91,16 @@ def read_params(source: Source, *, dtype: Any = None, sharding: Any = None) -> O
                 "sharding must be one jax.sharding.Sharding or an OuroParams of them with "
                 f"the {len(names)} leaves of this model, got {len(places)} leaves"
             )
-    arrays = []
-    for name in names:
+    arrays = {}
+    # The largest first: what reading needs beside its result is then over before most of the
+    # host's memory is taken.
+    for name, leaf in sorted(leaves(shapes).items(), key=lambda item: -item[1].size):
         # The next leaf is read only when this one is where it belongs: transfers are
         # asynchronous, and each that is under way keeps its host array.
-        array = jax.device_put(source.read(name, dtype), places[name])
-        arrays.append(jax.block_until_ready(array))
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), arrays)
+        array = jax.device_put(source.read(name, leaf.dtype), places[name])
+        arrays[name] = jax.block_until_ready(array)
+    structure = jax.tree_util.tree_structure(shapes)
+    return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in names])
 
 
 class ParamsSource:
@@ -132,6 +135,19 @@ def _host_array(leaf: Any) -> np.ndarray:
         return np.asarray(leaf)  # no copy
     # A JAX array keeps its host copy for as long as it lives; of a copy, that is not long.
     return np.asarray(jnp.copy(leaf))
+
+
+def check_layer_count(where: str, config: OuroConfig, arrays: int) -> None:
+    """Refuses an absurd number of layers, before a name is made for each of their arrays.
+
+    Raises:
+      ValueError: more than a thousand layers, and more than there are arrays.
+    """
+    if config.num_hidden_layers > max(1000, arrays):
+        raise ValueError(
+            f"{where}: num_hidden_layers is {config.num_hidden_layers}, but there are only "
+            f"{arrays} arrays"
+        )
 
 
 def check_shapes(where: str, config: OuroConfig, found: dict[str, tuple[int, ...]]) -> None:

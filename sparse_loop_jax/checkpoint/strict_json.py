@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MAX_JSON_BYTES = 16 * 2**20
+MAX_JSON_BYTES = 4 * 2**20
 
 
 def require_regular_file(path: Path) -> int:
