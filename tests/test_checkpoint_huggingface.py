@@ -422,7 +422,7 @@ def test_a_tensor_that_the_index_does_not_know(sharded):
 
 def test_disagreements_are_listed_up_to_a_bound(sharded):
     first = min(sharded.glob("*.safetensors"))
-    many = {f"stray{i}": np.zeros(1, np.float32) for i in range(50)}
+    many = {f"stray{i}": np.zeros(1, np.float32) for i in range(230)}
     edit(first, lambda tensors: tensors.update(many))
     with pytest.raises(ValueError, match="and 30 more"):
         load_huggingface(sharded)
@@ -474,6 +474,13 @@ def test_a_value_that_the_dtype_cannot_hold(tmp_path, model):
     big = type(big)(**{**vars(big), "norm": big.norm.at[3].set(1e6)})
     with pytest.raises(ValueError, match=r"tensor norm: the value 1000000\.0 is out of"):
         save_huggingface(big, tmp_path / "x", config=TINY, dtype="float16")
+    assert not any(tmp_path.iterdir())
+
+
+def test_weights_of_a_dtype_that_no_checkpoint_has(tmp_path, model):
+    half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model.params)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        save_huggingface(half, tmp_path / "x", config=TINY)
     assert not any(tmp_path.iterdir())
 
 

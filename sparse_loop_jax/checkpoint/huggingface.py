@@ -14,13 +14,13 @@ from sparse_loop_jax.checkpoint.huggingface_config import config_from_dict, conf
 from sparse_loop_jax.checkpoint.safetensors import TensorInfo, read_tensor_into
 from sparse_loop_jax.checkpoint.shards import DEFAULT_SHARD_BYTES, read_headers, write_tensors
 from sparse_loop_jax.checkpoint.source import Source, check_layer_count, leaf_shapes
-from sparse_loop_jax.checkpoint.strict_json import read_json_object
+from sparse_loop_jax.checkpoint.strict_json import listed, read_json_object
 from sparse_loop_jax.models.config import OuroConfig
 
 CONFIG_NAME = "config.json"
 
-# Bounds of an error message, and of the time that looking for similar names may take.
-_LISTED, _SUGGESTED, _CANDIDATES, _NAME_LENGTH = 200, 20, 600, 200
+# Bounds of what looking for similar names may cost.
+_SUGGESTED, _CANDIDATES, _NAME_LENGTH = 20, 600, 200
 
 
 class Piece(NamedTuple):
@@ -144,11 +144,8 @@ def check_tensors(where: str, config: OuroConfig, infos: dict[str, TensorInfo]) 
                 f"{name} has shape {list(infos[name].shape)}, expected {list(shape)}"
             )
     if problems:
-        more = len(problems) - _LISTED
-        tail = f"\n  and {more} more" if more > 0 else ""
-        listed = "\n  ".join(problems[:_LISTED])
         raise ValueError(
-            f"{where}: {len(problems)} of its tensors do not fit config.json:\n  {listed}{tail}"
+            f"{where}: {len(problems)} of its tensors do not fit config.json:{listed(problems)}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_loop_jax.checkpoint.strict_json import listed
 from sparse_loop_jax.models.config import OuroConfig
 
 # Keys that are fields of `OuroConfig` under the same name. Without the required ones the
@@ -99,8 +100,7 @@ def config_from_dict(raw: dict[str, Any], where: str) -> OuroConfig:
     except ValueError as error:
         problems.append(str(error))
     if problems:
-        listed = "\n  ".join(problems)
-        raise ValueError(f"{where}: not a supported configuration:\n  {listed}")
+        raise ValueError(f"{where}: not a supported configuration:{listed(problems)}")
     try:
         return OuroConfig(**values)
     except ValueError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sparse_loop_jax.checkpoint.safetensors import SafetensorsWriter, TensorInfo, read_header
-from sparse_loop_jax.checkpoint.strict_json import read_json_object
+from sparse_loop_jax.checkpoint.strict_json import listed, read_json_object
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -68,9 +68,7 @@ def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
             f"{t} of {file} is not in the index" for t in header if t not in weight_map
         ]
     if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        listed = "\n  ".join(problems[:20])
-        raise ValueError(f"{index}: does not agree with its files:\n  {listed}{more}")
+        raise ValueError(f"{index}: does not agree with its files:{listed(problems)}")
     return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
 
 

@@ -7,7 +7,6 @@ or a file of the other format, never needs the whole model in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_loop_jax.checkpoint.dtypes import cast, weight_dtype
+from sparse_loop_jax.checkpoint.strict_json import listed
 from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.models.params import OuroParams, param_shapes
 
@@ -57,14 +57,14 @@ def choose_dtype(source: Source, dtype: Any) -> np.dtype:
     """`dtype`, or the one in which `source` is stored where `dtype` is None.
 
     Raises:
-      ValueError: an unknown dtype, or None where the tensors have several.
+      ValueError: an unknown dtype, or None where the tensors have several or such a one.
     """
     if dtype is not None:
         return weight_dtype(dtype)
     if len(source.dtypes) > 1:
         names = ", ".join(sorted(map(str, source.dtypes)))
         raise ValueError(f"{source.name}: tensors are of {names}; choose one with dtype=...")
-    return next(iter(source.dtypes))
+    return weight_dtype(next(iter(source.dtypes)))
 
 
 def read_params(source: Source, *, dtype: Any = None, sharding: Any = None) -> OuroParams:
@@ -165,11 +165,4 @@ def check_shapes(where: str, config: OuroConfig, found: dict[str, tuple[int, ...
         if found.get(name, shape) != shape
     ]
     if problems:
-        listed = "\n  ".join(problems)
-        raise ValueError(f"{where}: does not fit its configuration:\n  {listed}")
-
-
-def stream(source: Source, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Every leaf of `source` with its name, one at a time."""
-    for name in leaf_shapes(source.config):
-        yield name, source.read(name, dtype)
+        raise ValueError(f"{where}: does not fit its configuration:{listed(problems)}")

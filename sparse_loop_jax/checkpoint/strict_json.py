@@ -1,4 +1,7 @@
-"""JSON from files that may be hostile: one object, no surprises, bounded size."""
+"""JSON from files that may be hostile: one object, no surprises, bounded size.
+
+And how a list of complaints about such files becomes an error message.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 4 * 2**20
+
+
+def listed(problems: list[str], limit: int = 200) -> str:
+    """Each problem on an indented line of its own; beyond `limit`, only their number."""
+    more = len(problems) - limit
+    tail = [f"and {more} more"] if more > 0 else []
+    return "".join(f"\n  {line}" for line in problems[:limit] + tail)
 
 
 def require_regular_file(path: Path) -> int:
