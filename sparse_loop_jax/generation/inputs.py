@@ -71,7 +71,7 @@ def _limits(max_new_tokens, count: int) -> list[int]:
     for limit in each:
         if not is_int(limit) or limit < 1:
             raise ValueError(f"max_new_tokens must be an integer >= 1, got {limit!r}")
-    return each
+    return [int(limit) for limit in each]
 
 
 def _stop_ids(model: Ouro, eos_token_id) -> tuple[int, ...]:
