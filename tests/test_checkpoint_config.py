@@ -145,6 +145,7 @@ REFUSED = {
     "bos outside": ({"bos_token_id": -1}, "bos_token_id has -1, which is outside"),
     "hidden size": ({"hidden_size": 2048.0}, "hidden_size must be a positive integer"),
     "head_dim null": ({"head_dim": None}, "head_dim must be a positive integer, got None"),
+    "huge theta": ({"rope_theta": 10**400}, "rope_theta has more than 64 bits"),
     "theta": ({"rope_theta": 0}, "rope_theta must be a positive number"),
     "threshold": ({"early_exit_threshold": 1.5}, "early_exit_threshold must be in [0, 1]"),
 }

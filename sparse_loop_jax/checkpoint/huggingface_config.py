@@ -80,8 +80,11 @@ def config_from_dict(raw: dict[str, Any], where: str) -> OuroConfig:
     values: dict[str, Any] = {}
     _take_rope_parameters(raw, problems)
     for key, value in raw.items():
-        if key in FLOATS and type(value) is int and abs(value) < 2**100:
-            values[key] = float(value)
+        if key in FLOATS and type(value) is int:
+            if abs(value) < 2**64:
+                values[key] = float(value)
+            else:
+                problems.append(f"{key} has more than 64 bits")
         elif key in REQUIRED or key in OPTIONAL:
             values[key] = value
         elif key in FIXED:
