@@ -86,7 +86,7 @@ def split_kernel(
     count, span = rows * group, table_ref.shape[1] * size
     whole = config.splits == 1
     piece, row_block = (0, pl.program_id(1)) if whole else (pl.program_id(1), 0)
-    block, block_rows = config.block_keys, config.block_rows
+    block_rows = config.block_rows
     dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
     scale = dim**-0.5 * LOG2E
 
@@ -99,49 +99,48 @@ def split_kernel(
     q = load(q_ref.at[b, row[:, None], lane[:, None], flat[None, :]], mask=wide, other=0)
     q = q.astype(dtype)
 
-    limits = jnp.minimum(load(lengths_ref.at[b, row], mask=real, other=0), span)
-    # All programs of a piece, the merging one too, must cut the context alike.
-    length = jnp.max(limits, axis=0) if whole else context_length(lengths_ref, b, span)
+    if rows == 1:
+        length = common = jnp.minimum(lengths_ref[b, 0], span)
+        limits = jnp.full((block_rows,), length, jnp.int32)
+    else:
+        limits = jnp.minimum(load(lengths_ref.at[b, row], mask=real, other=0), span)
+        # All programs of a piece, the merging one too, must cut the context alike.
+        length = jnp.max(limits, axis=0) if whole else context_length(lengths_ref, b, span)
+        # What every live row sees. Dead and padding rows compute there too, and are dropped.
+        common = jnp.min(jnp.where(limits > 0, limits, length), axis=0)
     keys = length if whole else piece_keys(length, config)
     start = piece * keys
     end = jnp.minimum(start + keys, length)
-    # Up to `common` each live row sees every key, and nothing needs a mask. Dead and padding
-    # rows compute there too, and are dropped at the end.
-    common = jnp.min(jnp.where(limits > 0, limits, length), axis=0)
-    free = jax.lax.div(jnp.maximum(jnp.minimum(common, end) - start, 0), jnp.int32(block))
-    steps = _ceil_div(jnp.maximum(end - start, 0), block)
-    within = jax.lax.iota(jnp.int32, block)
-    bits, rest = size.bit_length() - 1, size - 1
 
-    def step(masked: bool):
-        def body(index, carry):
+    def attend(first, last, carry, *, block: int, shared: bool):
+        """Takes in the keys from `first` to `last`; `shared` by all live rows or not."""
+        within = jax.lax.iota(jnp.int32, block)
+
+        def body(step, carry):
             top, total, acc = carry
-            base = start + index * block
-            # Block and page size are powers of two and `base` a multiple of the block, so
-            # these sums never carry from the token into the page.
-            slot = (base >> bits) + (within >> bits)
-            token = (base & rest) + (within & rest)
-            inside = base + within < end
-            page = load(table_ref.at[b, slot], **(_masked(inside) if masked else {}))
+            position = first + step * block + within
+            # A key past the last stands for the last one, so that nothing unseen is read,
+            # and is masked as a score.
+            place = jnp.minimum(position, last - 1)
+            page = load(table_ref.at[b, place >> (size.bit_length() - 1)])
             # An id past the pool has no page; any page is as good to read.
-            page = jnp.clip(page, 0, pages - 1)
-            where = (page[:, None], head, token[:, None], flat[None, :])
-            mask = _masked(jnp.broadcast_to(inside[:, None], (block, dim))) if masked else {}
-            k = load(k_ref.at[where], **mask).astype(dtype)
-            scores = _dot(q, k, 1) * scale
-            if masked:
-                visible = base + within[None, :] < limits[:, None]
+            page = jnp.clip(page, 0, pages - 1)[:, None]
+            index = (page, head, (place & (size - 1))[:, None], flat[None, :])
+            k = load(k_ref.at[index]).astype(dtype)
+            scores = _dot(q, k, 1) * scale + jnp.where(position < last, 0.0, -jnp.inf)[None, :]
+            if not shared:
+                visible = (position < last)[None, :] & (position[None, :] < limits[:, None])
                 scores = jnp.where(visible, scores, -jnp.inf)
             peak = jnp.maximum(top, jnp.max(scores, axis=1))
             # -inf minus -inf is nan: a row that has seen no key yet subtracts zero.
-            shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked else peak
+            shift = peak if shared else jnp.where(peak == -jnp.inf, 0.0, peak)
             weights = jnp.exp2(scores - shift[:, None])
             keep = jnp.exp2(top - shift)
             total = total * keep + jnp.sum(weights, axis=1)
-            v = load(v_ref.at[where], **mask).astype(dtype)
-            if masked and rows > 1:
-                # Zero times NaN is NaN, and a row may see fewer keys than its neighbour: what
-                # is not finite stays out of the product and comes back where it is seen.
+            v = load(v_ref.at[index]).astype(dtype)
+            if not shared:
+                # Zero times NaN is NaN: what is not finite stays out of the product and
+                # comes back in the rows that see it.
                 finite = jnp.abs(v.astype(jnp.float32)) < jnp.inf
                 spoiled = _dot(visible.astype(dtype), jnp.where(finite, 0, 1).astype(dtype), 0)
                 v = jnp.where(finite, v, jnp.zeros_like(v))
@@ -149,15 +148,20 @@ def split_kernel(
             acc = acc * keep[:, None] + _weigh(weights, v, block_rows)
             return peak, total, acc
 
-        return body
+        steps = _ceil_div(jnp.maximum(last - first, 0), block)
+        return jax.lax.fori_loop(0, steps, body, carry)
 
     carry = (
         jnp.full((block_rows,), -jnp.inf, jnp.float32),
         jnp.zeros((block_rows,), jnp.float32),
         jnp.zeros((block_rows, dim), jnp.float32),
     )
-    carry = jax.lax.fori_loop(0, free, step(masked=False), carry)
-    top, total, acc = jax.lax.fori_loop(free, steps, step(masked=True), carry)
+    carry = attend(start, jnp.minimum(common, end), carry, block=config.block_keys, shared=True)
+    if rows > 1:
+        # The few keys that only some rows see: those of the rows themselves.
+        block = 16 if block_rows == 16 else config.block_keys
+        carry = attend(jnp.maximum(start, common), end, carry, block=block, shared=False)
+    top, total, acc = carry
 
     index = (b, row[:, None], lane[:, None], flat[None, :])
     if whole:
@@ -179,10 +183,6 @@ def split_kernel(
             store(total_ref.at[(*place, query)], total, mask=real)
 
 
-def _masked(mask) -> dict:
-    return {"mask": mask, "other": 0}
-
-
 def _ceil_div(a, b: int):
     return jax.lax.div(a + (b - 1), jnp.int32(b))
 
@@ -191,7 +191,11 @@ def _dot(a, b, axis: int):
     """The columns of a against `axis` of b, summed in float32; float32 inputs stay float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
-        a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        a,
+        b,
+        (((1,), (axis,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
 
 
