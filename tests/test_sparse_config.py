@@ -97,6 +97,16 @@ def test_contexts_beyond_the_model_are_refused(context):
         SparseDecodeConfig().validate_for(OURO_1_4B, context)
 
 
+def test_retentions_share_a_compiled_step():
+    """What is kept is data; where and how is not."""
+    one = SparseDecodeConfig(key_retention=0.1, capacity=700)
+    assert one.compiled_part == SparseDecodeConfig(key_retention=0.02).compiled_part
+    assert not one.compiled_part.is_dense
+    for change in ({"capture_loop": 0}, {"variant": "adjacent"}, {"sink_keys": 1}):
+        other = dataclasses.replace(one, **change)
+        assert other.compiled_part != one.compiled_part
+
+
 def test_a_config_is_hashable_and_frozen():
     config = SparseDecodeConfig(consume_loops=(2,))
     assert hash(config) == hash(SparseDecodeConfig(consume_loops=(2,)))
