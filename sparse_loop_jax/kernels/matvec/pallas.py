@@ -55,7 +55,14 @@ def linear_add_norm_pallas(
     """`linear_add_norm` for at most 32 rows, in two launches; raises as `linear_pallas`."""
     config = _serve(x, weight, 1, config, "linear_add_norm", splits=True)
     return _product_add_norm(
-        x, weight, residual, gain, next_gain, eps=eps, config=config, interpret=_interpreting()
+        x,
+        weight,
+        residual,
+        gain,
+        next_gain,
+        eps=eps,
+        config=config,
+        interpret=_interpreting(),
     )
 
 
@@ -112,7 +119,7 @@ def _product(x, weight, *, config: MatvecConfig, gated: bool, interpret: bool):
 
 @functools.partial(jax.jit, static_argnames=("eps", "config", "interpret"))
 def _product_add_norm(
-    x, weight, residual, gain, next_gain, *, eps: float, config: MatvecConfig, interpret: bool
+    x, weight, residual, gain, next_gain, *, eps: float, config, interpret: bool
 ):
     flat, outputs = x.reshape(-1, x.shape[-1]), weight.shape[0]
     parts = jax.ShapeDtypeStruct((config.splits, flat.shape[0], outputs), jnp.float32)

@@ -72,7 +72,7 @@ def product_kernel(
         column = (within + step * config.block_in)[None, :]
         x = load(x_ref.at[row[:, None], column], mask=real, other=0)
         tiles = [load(weight_ref.at[(half + out)[:, None], column]) for half in halves]
-        return tuple(total + _dot(tile, x) for total, tile in zip(sums, tiles, strict=True))
+        return tuple(total + dot_rows(tile, x) for total, tile in zip(sums, tiles, strict=True))
 
     zero = jnp.zeros((config.block_out, padded), jnp.float32)
     sums = jax.lax.fori_loop(0, share // config.block_in, body, (zero,) * len(halves))
@@ -111,20 +111,22 @@ def add_norm_kernel(
     def read(ref, *lead):
         return load(ref.at[(*lead, column)], mask=inside, other=0)
 
-    def norm(x, gain_ref):
+    # All loads come first: behind a reduction's barrier they would wait for it.
+    parts = [read(parts_ref, part, row) for part in range(splits)]
+    residual, gain, next_gain = read(residual_ref, row), read(gain_ref), read(next_gain_ref)
+
+    def norm(x, gain):
         x = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.sum(x * x, axis=0) / width + eps)
-        return read(gain_ref) * (x * scale).astype(dtype)
+        return gain * (x * scale).astype(dtype)
 
-    branch = read(parts_ref, 0, row)
-    for part in range(1, splits):
-        branch += read(parts_ref, part, row)
-    residual = read(residual_ref, row) + norm(branch.astype(dtype), gain_ref)
+    branch = sum(parts[1:], start=parts[0])
+    residual = residual + norm(branch.astype(dtype), gain)
     store(new_residual_ref.at[row, column], residual, mask=inside)
-    store(normed_ref.at[row, column], norm(residual, next_gain_ref), mask=inside)
+    store(normed_ref.at[row, column], norm(residual, next_gain), mask=inside)
 
 
-def _dot(weight, x):
+def dot_rows(weight, x):
     """`weight @ x.T` with sums in float32."""
     return jax.lax.dot_general(
         weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
