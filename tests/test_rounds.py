@@ -1,0 +1,309 @@
+"""Rounds outstanding: nothing read early, nothing shared, nothing held in the end."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+from jax._src import array as jax_array
+
+import sparse_loop_jax as slj
+from sparse_loop_jax.decoding import RoundDriver, references, rounds
+
+
+@pytest.fixture
+def device_reads(monkeypatch):
+    """A list that grows with every read of a device array's value."""
+    reads = []
+    value = jax_array.ArrayImpl._value
+
+    def counted(array):
+        reads.append(array.shape)
+        return value.fget(array)
+
+    monkeypatch.setattr(jax_array.ArrayImpl, "_value", property(counted))
+    return reads
+
+
+def _prompts(gold):
+    return [gold.dense["p0_input_ids"].tolist(), gold.dense["p1_input_ids"].tolist()]
+
+
+@pytest.fixture(params=["dense", "sparse", "plain sparse"])
+def kind(request, load_gold):
+    """Options of a way to decode, and its golden tokens."""
+    gold = load_gold("mha")
+    sparse = None if request.param == "dense" else slj.SparseDecodeConfig(key_retention=0.1)
+    speculative = None if request.param == "plain sparse" else slj.SpeculativeConfig(3, 3)
+    source = gold.dense if sparse is None else gold.sparse(0.1)
+    name = "gen_tokens" if sparse is None else "tokens"
+    want = [source[f"{p}_{name}"].tolist() for p in ("p0", "p1")]
+    return {"sparse": sparse, "speculative": speculative}, want
+
+
+@pytest.fixture
+def started(load_gold, kind):
+    """A function that starts the golden prompts, and the golden tokens."""
+
+    def start(**changes):
+        options = {"max_new_tokens": 32, "eos_token_id": [], "outstanding_rounds": 2}
+        gold = load_gold("mha")
+        return slj.start(gold.model(), _prompts(gold), **{**options, **kind[0], **changes})
+
+    return start, kind[1]
+
+
+def test_two_rounds_are_submitted_before_anything_is_read(started, device_reads):
+    params, state, _ = started[0]()
+    with RoundDriver(params, state) as driver:
+        driver.submit()
+        device_reads.clear()
+        driver.submit()
+        assert driver.outstanding == 2
+        assert not driver.can_submit
+        assert device_reads == []
+        driver.collect()
+        assert device_reads != []  # the counter works
+
+
+def test_collected_rounds_are_the_golden_tokens(started):
+    start, want = started
+    params, state, first = start()
+    got = [[int(t)] for t in first]
+    with RoundDriver(params, state) as driver:
+        while any(len(ids) < 32 for ids in got):
+            while driver.can_submit:
+                driver.submit()
+            done = driver.collect()
+            for ids, tokens, count in zip(got, done.tokens, done.count, strict=True):
+                ids += tokens[:count].tolist()
+    assert got == want
+
+
+def test_outstanding_rounds_hold_disjoint_slots(started):
+    params, state, _ = started[0]()
+    if state.store is None:
+        pytest.skip("dense rounds hold no slots")
+    leases = []
+    with RoundDriver(params, state) as driver:
+        for _ in range(2):
+            driver.submit()
+            leases.append(set(np.asarray(driver._outputs[-1].lease.slots).ravel().tolist()))
+        assert leases[0].isdisjoint(leases[1])
+        rows = 2 * state.spec.rows
+        assert int(driver.state.store.held.sum()) == 2 * rows == len(leases[0] | leases[1])
+        # Retiring the older round, with the next submission, leaves the newer one alone.
+        newer = driver._outputs[-1].lease
+        version = np.asarray(driver.state.store.version)[np.asarray(newer.slots)]
+        counts = np.asarray(driver.state.store.count)[np.asarray(newer.slots)]
+        driver.collect()
+        driver.submit()
+        np.testing.assert_array_equal(
+            np.asarray(driver.state.store.version)[np.asarray(newer.slots)], version
+        )
+        np.testing.assert_array_equal(
+            np.asarray(driver.state.store.count)[np.asarray(newer.slots)], counts
+        )
+        drained = driver.drain()
+    assert int(drained.store.held.sum()) == 0
+
+
+@pytest.mark.parametrize("outstanding", [0, 1, 2])
+def test_a_drain_in_the_middle_leaves_nothing_held(started, outstanding):
+    params, state, _ = started[0]()
+    driver = RoundDriver(params, state)
+    for _ in range(outstanding):
+        driver.submit()
+    drained = driver.drain()
+    if drained.store is not None:
+        assert not bool(drained.store.held.any())
+    assert driver.outstanding == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        driver.submit()
+
+
+class _InjectedError(Exception):
+    pass
+
+
+def _boom(*_, **__):
+    raise _InjectedError
+
+
+@contextlib.contextmanager
+def _failing(monkeypatch, owner, name):
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, _boom)
+        yield
+
+
+def test_a_failed_dispatch_closes_and_the_next_request_is_exact(
+    started, monkeypatch, compile_counter
+):
+    start, want = started
+    params, state, _ = start()
+    driver = RoundDriver(params, state)
+    driver.submit()
+    step = driver._step
+    driver._step = _boom
+    with pytest.raises(_InjectedError):
+        driver.submit()
+    assert step is not _boom
+    _assert_closed_and_usable(driver, start, want, compile_counter)
+
+
+def test_a_failed_read_closes_and_the_next_request_is_exact(
+    started, monkeypatch, compile_counter
+):
+    start, want = started
+    params, state, _ = start()
+    driver = RoundDriver(params, state)
+    driver.submit()
+    driver.submit()
+    with _failing(monkeypatch, rounds.jax, "device_get"), pytest.raises(_InjectedError):
+        driver.collect()
+    _assert_closed_and_usable(driver, start, want, compile_counter)
+
+
+def _assert_closed_and_usable(driver, start, want, compile_counter):
+    assert driver.outstanding == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        _ = driver.state
+    with compile_counter() as compiled:
+        params, state, first = start()
+        with RoundDriver(params, state) as again:
+            again.submit()
+            done = again.collect()
+    assert compiled.count == 0, compiled
+    for row, ids in enumerate(want):
+        assert first[row] == ids[0]
+        assert done.tokens[row, : done.count[row]].tolist() == ids[1 : 1 + done.count[row]]
+
+
+def test_a_refused_round_is_an_error_on_the_host(started):
+    params, state, _ = started[0](outstanding_rounds=1)
+    if state.store is None:
+        pytest.skip("dense rounds are refused nothing")
+    driver = RoundDriver(params, state, max_outstanding=2)  # more than the store has room for
+    driver.submit()
+    driver.submit()
+    driver.collect()
+    with pytest.raises(slj.StaleLeaseError, match="round: 2"):
+        driver.collect()
+    assert not driver.can_submit
+
+
+def test_misuse_of_a_driver_is_refused(load_gold):
+    params, state, _ = slj.start(load_gold("mha").model(), [[1]], max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_outstanding must be at least 1, got 0"):
+        RoundDriver(params, state, max_outstanding=0)
+    driver = RoundDriver(params, state, max_outstanding=1)
+    with pytest.raises(RuntimeError, match="no round is outstanding"):
+        driver.collect()
+    driver.submit()
+    with pytest.raises(RuntimeError, match="1 rounds are outstanding"):
+        driver.submit()
+    driver.close()
+    driver.close()
+
+
+def test_closing_lets_go_of_the_device_memory(load_gold):
+    model = load_gold("mha").model()
+    params, state, _ = slj.start(model, [[1]], max_new_tokens=4)
+    shape = state.cache.keys[0].shape
+    driver = RoundDriver(params, state)
+    del state
+    driver.submit()
+    driver.close()
+    assert [a for a in jax.live_arrays() if a.shape == shape] == []
+
+
+def test_retiring_a_lease_outside_of_a_round_frees_it(load_gold):
+    params, state, _ = slj.start(
+        load_gold("mha").model(),
+        [[1, 2]],
+        max_new_tokens=4,
+        eos_token_id=[],
+        sparse=slj.SparseDecodeConfig(key_retention=0.5),
+    )
+    state, output = slj.decode_step(params, state, slj.no_lease(state))
+    assert int(state.store.held.sum()) == 1
+    state = references.retire(state, output.lease)
+    assert int(state.store.held.sum()) == 0
+
+
+# Streaming -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_streamed_tokens_are_the_generated_ones(load_gold, kind, ahead):
+    gold, (options, want) = load_gold("mha"), kind
+    if options["speculative"] is not None:
+        speculative = slj.SpeculativeConfig(3, 3, max_outstanding_rounds=ahead)
+        options = {**options, "speculative": speculative}
+    got, finished = [[], []], {}
+    for chunk in slj.stream(
+        gold.model(), _prompts(gold), max_new_tokens=32, eos_token_id=[], **options
+    ):
+        assert chunk.index not in finished
+        got[chunk.index] += chunk.token_ids
+        if chunk.finished:
+            finished[chunk.index] = chunk.finish_reason
+        else:
+            assert chunk.finish_reason is None
+    assert got == want
+    assert finished == {0: "length", 1: "length"}
+
+
+def test_a_stream_stops_at_a_stop_token_and_wastes_one_round_at_most(
+    load_gold, kind, monkeypatch
+):
+    gold, (options, want) = load_gold("mha"), kind
+    submitted = []
+    submit = RoundDriver.submit
+    monkeypatch.setattr(
+        RoundDriver, "submit", lambda self: (submitted.append(1), submit(self))[1]
+    )
+    stop = want[0][9]
+    chunks = list(
+        slj.stream(
+            gold.model(), _prompts(gold)[:1], max_new_tokens=32, eos_token_id=stop, **options
+        )
+    )
+    ids = [t for chunk in chunks for t in chunk.token_ids]
+    assert ids == want[0][: want[0].index(stop) + 1]
+    assert chunks[-1].finish_reason == "stop"
+    assert len(submitted) <= len(chunks) - 1 + 1  # the prompt's chunk, and one round dropped
+
+
+def test_leaving_a_stream_early_frees_everything(load_gold, kind):
+    model = load_gold("mha").model()
+    before = len(jax.live_arrays())
+    chunks = slj.stream(model, [[1, 2, 3]], max_new_tokens=32, eos_token_id=[], **kind[0])
+    next(chunks)
+    chunks.close()
+    assert len(jax.live_arrays()) == before
+
+
+def test_streamed_text_adds_up_and_splits_no_character():
+    model = slj.load(dtype="float32")
+    # A prompt in bytes that the tokenizer must spread over tokens.
+    whole = slj.generate(model, "naïve café —", max_new_tokens=12, eos_token_id=[])
+    chunks = list(slj.stream(model, "naïve café —", max_new_tokens=12, eos_token_id=[]))
+    assert "".join(chunk.text for chunk in chunks) == whole.texts[0]
+
+
+def test_a_character_of_several_tokens_comes_whole():
+    from sparse_loop_jax.generation.inputs import Request
+    from sparse_loop_jax.generation.stream import _Reader
+
+    tokenizer = slj.load().tokenizer
+    ids = tokenizer.encode("é—é").ids
+    assert len(ids) > 3  # several tokens a character, or this shows nothing
+    request = Request(np.asarray([1], np.int32), len(ids), (), 0)
+    reader = _Reader(0, request, tokenizer)
+    texts = [reader.take([token]).text for token in ids]
+    assert "".join(texts) == tokenizer.decode(ids)
+    assert not any("\N{REPLACEMENT CHARACTER}" in text for text in texts)
