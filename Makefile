@@ -29,8 +29,12 @@ $(READY): pyproject.toml
 	rm -f $(VENV)/.ready-*
 	touch $@
 
-demo: $(READY)  ## write a story with the bundled model
-	$(BIN)/sparse-loop generate "Once upon a time" --max-new-tokens 64
+demo: $(READY)  ## write with the bundled model: plain, sparse, speculative, both
+	@for flags in "" "--retention 0.1" "--speculative-tokens 3 --draft-loops 2" \
+	    "--retention 0.1 --speculative-tokens 3 --draft-loops 2"; do \
+	  echo "== sparse-loop generate \"My fellow citizens,\" --max-new-tokens 48 $$flags"; \
+	  $(BIN)/sparse-loop generate "My fellow citizens," --max-new-tokens 48 $$flags || exit 1; \
+	done
 
 test: $(READY)  ## run the tests, but for the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
