@@ -67,7 +67,7 @@ def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
     batch, rows, heads, _ = q_shape
     _, kv_heads, size, _ = pool_shape
     queries = rows * (heads // kv_heads)
-    block_rows = min(max(pl.next_power_of_2(queries), 16), 128)
+    block_rows = min(max(pl.next_power_of_2(queries), 8), 128)
     wide = jnp.dtype(dtype).itemsize == 4
     if queries > 32:
         return SplitConfig(
@@ -87,7 +87,7 @@ def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
         block_keys=32 if wide else 64,
         splits=max(min(splits, span // 128), 1),
         min_keys=128,
-        num_warps=2 if queries == 1 and not wide else 4,
+        num_warps=4 if wide else 2,
         num_stages=3,
     )
 

@@ -3,8 +3,9 @@
 The context of a request is cut into pieces. One program takes one piece, one kv head and
 one block of the queries that share it (the rows of the request times the query heads of the
 group), so that a page is read once for all of them, and leaves an unnormalised partial
-result that `pallas_merge` adds to the others. Products run on the matrix units with the
-queries padded to at least 16 rows: a row's result does not depend on its neighbours.
+result that `pallas_merge` adds to the others. Products run on the matrix units: a row's result
+does not depend on its neighbours. Few queries are their narrow operand (keys along the long
+axis of every tile, at least 8 queries along the short one), many are the long one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SplitConfig:
     """How the kernel cuts the work.
 
     Attributes:
-      block_rows: queries of a program; at least 16.
+      block_rows: queries of a program; at least 8.
       block_keys: keys of one step of a program.
       splits: pieces of a context, at most; 1 unless one block holds all queries.
       min_keys: keys below which a piece is not cut further.
@@ -45,10 +46,15 @@ class SplitConfig:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
-        if self.block_rows < 16 or self.block_keys < 16:
-            raise ValueError(f"a tile needs at least 16 rows and keys, got {self}")
+        if self.block_rows < 8 or self.block_keys < 16:
+            raise ValueError(f"a tile needs at least 8 rows and 16 keys, got {self}")
         if self.splits < 1 or self.num_stages < 1:
             raise ValueError(f"splits and num_stages must be positive, got {self}")
+
+    @property
+    def keys_first(self) -> bool:
+        """Whether tiles of scores are [keys, rows]; [rows, keys] where there are many rows."""
+        return self.block_rows <= 32
 
 
 def context_length(lengths_ref, b, span: int):
@@ -90,14 +96,26 @@ def split_kernel(
     dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
     scale = dim**-0.5 * LOG2E
 
+    # Tiles of scores are [keys, rows] or [rows, keys]; what belongs to a row or to a key is
+    # a vector that is spread along the other axis.
+    key_axis, row_axis = (0, 1) if config.keys_first else (1, 0)
+
+    def of_row(x):
+        return jnp.expand_dims(x, key_axis)
+
+    def of_key(x):
+        return jnp.expand_dims(x, row_axis)
+
     query = row_block * block_rows + jax.lax.iota(jnp.int32, block_rows)
     real = query < count
     row = jax.lax.div(jnp.minimum(query, count - 1), jnp.int32(group))
     lane = head * group + jax.lax.rem(query, jnp.int32(group))
     flat = jax.lax.iota(jnp.int32, dim)
-    wide = jnp.broadcast_to(real[:, None], (block_rows, dim))
-    q = load(q_ref.at[b, row[:, None], lane[:, None], flat[None, :]], mask=wide, other=0)
-    q = q.astype(dtype)
+    q = load(
+        q_ref.at[b, row[:, None], lane[:, None], flat[None, :]],
+        mask=jnp.broadcast_to(real[:, None], (block_rows, dim)),
+        other=0,
+    ).astype(dtype)
 
     if rows == 1:
         length = common = jnp.minimum(lengths_ref[b, 0], span)
@@ -111,6 +129,12 @@ def split_kernel(
     keys = length if whole else piece_keys(length, config)
     start = piece * keys
     end = jnp.minimum(start + keys, length)
+
+    def gather(weights, values):
+        """Values summed by weight: [dim, rows], or [rows, dim]."""
+        if config.keys_first:
+            return _dot(values, weights, 1, 0)
+        return _dot(weights, values, 1, 0)
 
     def attend(first, last, carry, *, block: int, shared: bool):
         """Takes in the keys from `first` to `last`; `shared` by all live rows or not."""
@@ -127,25 +151,39 @@ def split_kernel(
             page = jnp.clip(page, 0, pages - 1)[:, None]
             index = (page, head, (place & (size - 1))[:, None], flat[None, :])
             k = load(k_ref.at[index]).astype(dtype)
-            scores = _dot(q, k, 1) * scale + jnp.where(position < last, 0.0, -jnp.inf)[None, :]
+            scores = _dot(k, q, 1, 1) if config.keys_first else _dot(q, k, 1, 1)
+            scores = scores * scale + of_key(jnp.where(position < last, 0.0, -jnp.inf))
             if not shared:
-                visible = (position < last)[None, :] & (position[None, :] < limits[:, None])
+                visible = of_key(position < last) & (of_key(position) < of_row(limits))
                 scores = jnp.where(visible, scores, -jnp.inf)
-            peak = jnp.maximum(top, jnp.max(scores, axis=1))
+            peak = jnp.maximum(top, jnp.max(scores, axis=key_axis))
             # -inf minus -inf is nan: a row that has seen no key yet subtracts zero.
             shift = peak if shared else jnp.where(peak == -jnp.inf, 0.0, peak)
-            weights = jnp.exp2(scores - shift[:, None])
+            weights = jnp.exp2(scores - of_row(shift))
             keep = jnp.exp2(top - shift)
-            total = total * keep + jnp.sum(weights, axis=1)
+            total = total * keep + jnp.sum(weights, axis=key_axis)
+            if config.keys_first:  # [dim, keys], so that nothing has to be transposed
+                index = (
+                    page[:, 0][None, :],
+                    head,
+                    (place & (size - 1))[None, :],
+                    flat[:, None],
+                )
             v = load(v_ref.at[index]).astype(dtype)
             if not shared:
                 # Zero times NaN is NaN: what is not finite stays out of the product and
                 # comes back in the rows that see it.
                 finite = jnp.abs(v.astype(jnp.float32)) < jnp.inf
-                spoiled = _dot(visible.astype(dtype), jnp.where(finite, 0, 1).astype(dtype), 0)
+                spoiled = gather(visible.astype(dtype), jnp.where(finite, 0, 1).astype(dtype))
                 v = jnp.where(finite, v, jnp.zeros_like(v))
                 acc = jnp.where(spoiled > 0, jnp.nan, acc)
-            acc = acc * keep[:, None] + _weigh(weights, v, block_rows)
+            high = weights.astype(dtype)
+            acc = acc * of_row(keep) + gather(high, v)
+            # With few rows the matrix units idle anyway, and the sums stay float32: the
+            # weights' rounding error is a second term. With many (a prefill) they are what
+            # limits, and weights are rounded to the dtype of V, as flash attention does.
+            if config.keys_first and dtype != jnp.float32:
+                acc += gather((weights - high.astype(jnp.float32)).astype(dtype), v)
             return peak, total, acc
 
         steps = _ceil_div(jnp.maximum(last - first, 0), block)
@@ -154,31 +192,31 @@ def split_kernel(
     carry = (
         jnp.full((block_rows,), -jnp.inf, jnp.float32),
         jnp.zeros((block_rows,), jnp.float32),
-        jnp.zeros((block_rows, dim), jnp.float32),
+        jnp.zeros((dim, block_rows) if config.keys_first else (block_rows, dim), jnp.float32),
     )
     carry = attend(start, jnp.minimum(common, end), carry, block=config.block_keys, shared=True)
     if rows > 1:
         # The few keys that only some rows see: those of the rows themselves.
-        block = 16 if block_rows == 16 else config.block_keys
+        block = 16 if config.keys_first else config.block_keys
         carry = attend(jnp.maximum(start, common), end, carry, block=block, shared=False)
     top, total, acc = carry
 
-    index = (b, row[:, None], lane[:, None], flat[None, :])
+    wide = jnp.broadcast_to(of_row(real), acc.shape)
     if whole:
         (out_ref,) = out_refs
         seen = limits > 0
-        out = acc / jnp.where(seen, total, 1.0)[:, None]
-        out = jnp.where(seen[:, None], out, 0.0).astype(out_ref.dtype)
+        out = acc / of_row(jnp.where(seen, total, 1.0))
+        out = jnp.where(of_row(seen), out, 0.0).astype(out_ref.dtype)
         # A padding row's index is past the end, so that it repeats no live one.
-        index = (b, jnp.where(real, row, rows)[:, None], *index[2:])
-        store(out_ref.at[index], out, mask=wide)
+        place = of_row(jnp.where(real, row, rows)), of_row(lane)
+        store(out_ref.at[(b, *place, of_key(flat))], out, mask=wide)
     else:
         acc_ref, top_ref, total_ref = out_refs
 
         @pl.when(start < length)
         def _():
             place = (b, head, piece)
-            store(acc_ref.at[(*place, query[:, None], flat[None, :])], acc, mask=wide)
+            store(acc_ref.at[(*place, of_row(query), of_key(flat))], acc, mask=wide)
             store(top_ref.at[(*place, query)], top, mask=real)
             store(total_ref.at[(*place, query)], total, mask=real)
 
@@ -187,26 +225,10 @@ def _ceil_div(a, b: int):
     return jax.lax.div(a + (b - 1), jnp.int32(b))
 
 
-def _dot(a, b, axis: int):
-    """The columns of a against `axis` of b, summed in float32; float32 inputs stay float32."""
+def _dot(a, b, a_axis: int, b_axis: int):
+    """`a_axis` of a against `b_axis` of b, summed in float32; float32 stays float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((a_axis,), (b_axis,)), ((), ()))
     return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (axis,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
     )
-
-
-def _weigh(weights, v, block_rows: int):
-    """Weights times values. Few rows keep the weights' rounding error as a second term.
-
-    With few rows the matrix units idle anyway. With many (a prefill) they are what limits,
-    and the weights are rounded to the dtype of V, as flash attention does.
-    """
-    high = weights.astype(v.dtype)
-    out = _dot(high, v, 0)
-    if v.dtype != jnp.float32 and block_rows <= 32:
-        out += _dot((weights - high.astype(jnp.float32)).astype(v.dtype), v, 0)
-    return out
