@@ -298,6 +298,7 @@ def test_accepted_rows_and_the_root_survive(accepted):
     mass = rs.retained_mass(after, lease)
     assert int(mass.rows) == survive.sum()
     np.testing.assert_allclose(mass.total, survive.sum() * 3 / 64)
+    np.testing.assert_allclose(mass.mean, 3 / 64)
     np.testing.assert_allclose(mass.least, 3 / 64)
     for name in ("version", "held", "positions", "mass", "base"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(store, name))

@@ -237,7 +237,7 @@ def random_programs(rng, count: int) -> np.ndarray:
 def test_thousands_of_interleavings():
     """Vmapped as well, which every operation of the store has to bear."""
     rng = np.random.default_rng(0)
-    programs = random_programs(rng, 3000)
+    programs = random_programs(rng, 2000)
     run = jax.jit(jax.vmap(run_on_device))
     traces = jax.tree.map(np.asarray, run(programs))
     for i, program in enumerate(programs):
@@ -247,8 +247,8 @@ def test_thousands_of_interleavings():
     outcomes = [refused[codes == code] for code in (PLAN, CAPTURE, CONSUME, RELEASE)]
     outcomes.append(traces[1].ok[codes == RESERVE])
     for outcome in outcomes:  # both ways, and often
-        assert outcome.sum() > 300
-        assert (~outcome).sum() > 300
+        assert outcome.sum() > 200
+        assert (~outcome).sum() > 200
 
 
 operations = st.tuples(

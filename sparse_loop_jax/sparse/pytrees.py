@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +96,11 @@ class RetainedMass:
     total: jax.Array  # float32 [layers]; sum over rows of the mean over heads
     least: jax.Array  # float32 [layers]; smallest of any row and head, 1 without rows
     rows: jax.Array  # int32 []
+
+    @property
+    def mean(self) -> jax.Array:
+        """Mean over rows and heads, float32 [layers]; 0 without rows."""
+        return self.total / jnp.maximum(self.rows, 1)
 
 
 class StaleLeaseError(RuntimeError):

@@ -139,10 +139,13 @@ def capture(
     ):
         _require_shape(name, value, (*lead, *stored.shape[1:]), stored.dtype)
     owned = plan.live & _owned(store, plan.slots, plan.versions)
-    target = jnp.where(owned, plan.slots, store.slots)  # past the end: dropped
+    # What is not owned goes past the end, where it is dropped; to places of its own, so that
+    # no two rows write to one place and the write needs no atomics.
+    beyond = store.slots + jnp.arange(owned.size, dtype=jnp.int32).reshape(lead)
+    target = jnp.where(owned, plan.slots, beyond)
 
     def write(array, rows):
-        return array.at[target].set(rows, mode="drop")
+        return array.at[target].set(rows, mode="drop", unique_indices=True)
 
     def write_layer(arrays, rows):
         return (*arrays[:layer], write(arrays[layer], rows), *arrays[layer + 1 :])
