@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from sparse_loop_jax.kernels.kv_write.op import write_kv
+from sparse_loop_jax.kernels.kv_write.places import place_rows
 
 
 @write_kv.register("xla")
@@ -30,13 +30,8 @@ def write_kv_xla(
     Returns:
       The two pools. Rows whose position has no page in the table write nothing either.
     """
-    pages, _, size, _ = k_pool.shape
-    slot = positions // size
-    inside = live & (positions >= 0) & (slot < page_table.shape[1])
-    page = jnp.take_along_axis(page_table, jnp.where(inside, slot, 0), axis=1)
-    # An id past the end is dropped; -1 would wrap to the last page.
-    page = jnp.where(inside & (page >= 0), page, pages)
-    index = (page, slice(None), positions % size)
+    page, token = place_rows(k_pool, page_table, positions, live)
+    index = (page, slice(None), token)
     k_pool = k_pool.at[index].set(k.astype(k_pool.dtype), mode="drop")
     v_pool = v_pool.at[index].set(v.astype(v_pool.dtype), mode="drop")
     return k_pool, v_pool

@@ -1,0 +1,172 @@
+"""The projection, rotation and K/V write as one Pallas kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels.kv_write.places import place_rows
+from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS
+from sparse_loop_jax.kernels.matvec.pallas_kernels import MatvecConfig, dot_rows
+from sparse_loop_jax.kernels.pallas_triton import load, store
+from sparse_loop_jax.kernels.project_qkv.op import project_qkv
+
+
+@project_qkv.register("pallas")
+def project_qkv_pallas(
+    x: jax.Array,
+    weight: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    live: jax.Array,
+    *,
+    config: MatvecConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`project_qkv` for at most 32 rows of bfloat16 or float16, in one launch.
+
+    Rotated in float32 and rounded once, which the reference may do twice.
+
+    Raises:
+      NotImplementedError: more rows, another dtype, or a matrix that no blocks cover.
+    """
+    batch, rows, inputs = x.shape
+    half = k_pool.shape[3] // 2
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
+        raise NotImplementedError(f"project_qkv of {x.dtype} rows and {weight.dtype} weights")
+    if not 1 <= batch * rows <= MAX_ROWS:
+        raise NotImplementedError(f"project_qkv takes 1 to {MAX_ROWS} rows: {batch * rows}")
+    config = config or choose_config(half, inputs)
+    if config is None or config.splits > 1 or not config.fits(2 * half, inputs):
+        raise NotImplementedError(f"project_qkv cannot cut heads of {2 * half} by {config}")
+    return _run(
+        x,
+        weight,
+        cos,
+        sin,
+        k_pool,
+        v_pool,
+        page_table,
+        positions,
+        live,
+        config=config,
+        interpret=pallas_triton.interpreting(),
+    )
+
+
+def choose_config(half: int, inputs: int) -> MatvecConfig | None:
+    """A configuration computed from half a head and the reduction; None where none fits."""
+    for block_in in (128, 64, 32, 16):
+        config = MatvecConfig(
+            block_out=16, block_in=block_in, splits=1, num_warps=1, num_stages=6
+        )
+        if config.fits(2 * half, inputs):
+            return config
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def _run(
+    x, weight, cos, sin, k_pool, v_pool, page_table, positions, live, *, config, interpret: bool
+):
+    batch, rows, _ = x.shape
+    kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
+    slots = weight.shape[0] // dim
+    q = jax.ShapeDtypeStruct((batch, rows, slots - 2 * kv_heads, dim), x.dtype)
+    pools = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in (k_pool, v_pool)]
+    # The same in every layer of a loop: XLA computes it once.
+    page, token = place_rows(k_pool, page_table, positions, live)
+    return pallas_triton.call(
+        functools.partial(_kernel, config=config),
+        grid=(slots * (dim // config.block_out),),
+        out_shape=(q, *pools),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        aliases={6: 1, 7: 2},
+        interpret=interpret,
+        name="project_qkv",
+    )(x, weight, cos, sin, page, token, k_pool, v_pool)
+
+
+def _kernel(
+    x_ref,  # [B, n, K]
+    weight_ref,  # [(heads + 2 kv_heads) * dim, K]
+    cos_ref,  # [B, n, dim]
+    sin_ref,  # [B, n, dim]
+    page_ref,  # int32 [B, n], past the end for a row that writes nothing
+    token_ref,  # int32 [B, n]
+    k_in_ref,  # the pools' old names
+    v_in_ref,
+    q_ref,  # [B, n, heads, dim]
+    k_ref,  # [pages, kv_heads, page_size, dim]
+    v_ref,  # as k_ref
+    *,
+    config: MatvecConfig,
+):
+    """Grid (head slots * blocks of a head).
+
+    A block takes half of its outputs from either half of the head: it holds whole pairs.
+    """
+    del k_in_ref, v_in_ref
+    batch, rows, inputs = x_ref.shape
+    heads, dim = q_ref.shape[2:]
+    pages, kv_heads = k_ref.shape[:2]
+    half, pairs = dim // 2, config.block_out // 2
+    blocks = half // pairs
+    slot, block = pl.program_id(0) // blocks, pl.program_id(0) % blocks
+    padded = max(8, pl.next_power_of_2(batch * rows))
+    line = jax.lax.iota(jnp.int32, padded)
+    real = line < batch * rows
+    b, i = line // rows, line % rows  # a padding line's request is past the end
+    at = block * pairs + jax.lax.iota(jnp.int32, pairs)
+    out = jax.lax.iota(jnp.int32, config.block_out)
+    out = slot * dim + block * pairs + (out // pairs) * half + out % pairs
+
+    # Read before the weights, so that nothing waits for them at the end.
+    page = load(page_ref.at[b, i], mask=real, other=pages)
+    token = load(token_ref.at[b, i], mask=real, other=0)
+    wide = jnp.broadcast_to(real[None, :], (pairs, padded))
+    turn = (b[None, :], i[None, :], at[:, None])
+    cos = load(cos_ref.at[turn], mask=wide, other=0).astype(jnp.float32)
+    sin = load(sin_ref.at[turn], mask=wide, other=0).astype(jnp.float32)
+
+    def body(step, total):
+        column = (step * config.block_in + jax.lax.iota(jnp.int32, config.block_in))[None, :]
+        mask = jnp.broadcast_to(real[:, None], (padded, config.block_in))
+        x = load(x_ref.at[b[:, None], i[:, None], column], mask=mask, other=0)
+        return total + dot_rows(load(weight_ref.at[out[:, None], column]), x)
+
+    zero = jnp.zeros((config.block_out, padded), jnp.float32)
+    total = jax.lax.fori_loop(0, inputs // config.block_in, body, zero)
+    first, second = jnp.split(total.astype(q_ref.dtype).astype(jnp.float32), 2, axis=0)
+    turned = first * cos - second * sin, second * cos + first * sin
+
+    def put(ref, lead, values, mask):
+        for part, value in zip((0, half), values, strict=True):
+            index = (*lead, (part + at)[:, None])
+            store(ref.at[index], value.astype(ref.dtype), mask=mask)
+
+    def line_of(head):
+        return page[None, :], head, token[None, :]
+
+    # A row that writes nothing has a page past the end, so that it repeats no live one.
+    landing = jnp.broadcast_to((page < pages)[None, :], (pairs, padded))
+
+    @pl.when(slot < heads)
+    def _():
+        put(q_ref, (b[None, :], i[None, :], slot), turned, wide)
+
+    @pl.when((slot >= heads) & (slot < heads + kv_heads))
+    def _():
+        put(k_ref, line_of(slot - heads), turned, landing)
+
+    @pl.when(slot >= heads + kv_heads)
+    def _():
+        put(v_ref, line_of(slot - heads - kv_heads), (first, second), landing)
