@@ -28,7 +28,7 @@ def linear_pallas(
     Raises:
       NotImplementedError: more rows, another dtype, or a matrix that no blocks cover.
     """
-    config = _serve(x, weight, 1, config, "linear", splits=False)
+    config = _serve(x, weight, config, "linear")
     return _product(x, weight, config=config, gated=False, interpret=_interpreting())
 
 
@@ -37,7 +37,7 @@ def gated_linear_pallas(
     x: jax.Array, gate_up: jax.Array, *, config: MatvecConfig | None = None
 ) -> jax.Array:
     """`gated_linear` for at most 32 rows; raises as `linear_pallas`."""
-    config = _serve(x, gate_up, 2, config, "gated_linear", splits=False)
+    config = _serve(x, gate_up, config, "gated_linear", gated=True)
     return _product(x, gate_up, config=config, gated=True, interpret=_interpreting())
 
 
@@ -53,7 +53,7 @@ def linear_add_norm_pallas(
     config: MatvecConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`linear_add_norm` for at most 32 rows, in two launches; raises as `linear_pallas`."""
-    config = _serve(x, weight, 1, config, "linear_add_norm", splits=True)
+    config = _serve(x, weight, config, "linear_add_norm", splits=True)
     return _product_add_norm(
         x,
         weight,
@@ -66,12 +66,17 @@ def linear_add_norm_pallas(
     )
 
 
-def choose_config(rows: int, outputs: int, inputs: int, *, splits: bool) -> MatvecConfig | None:
-    """A configuration computed from shapes; None where no blocks cover the matrix."""
-    for block_out, block_in in ((32, 128), (16, 128), (16, 64), (16, 32), (16, 16)):
+def choose_config(outputs: int, inputs: int, *, gated: bool, splits: bool):
+    """A `MatvecConfig` computed from shapes; None where no blocks cover the matrix.
+
+    The same for every number of rows, so that a row's result does not depend on how many
+    there are.
+    """
+    for rows, block_in in ((64, 128), (32, 128), (16, 128), (16, 64), (16, 32), (16, 16)):
+        block_out = max(rows // 2, 16) if gated else rows  # two tiles of weights where gated
         cut = 1
-        # Fewer programs than a device has multiprocessors leave some of them idle.
-        while splits and cut < 8 and outputs // block_out * cut < 264:
+        # About one program for each multiprocessor: more slices are more to add up.
+        while splits and cut < 8 and outputs // block_out * cut < 128:
             cut *= 2
         while cut > 1 and inputs % (block_in * cut):
             cut //= 2
@@ -80,23 +85,23 @@ def choose_config(rows: int, outputs: int, inputs: int, *, splits: bool) -> Matv
             block_in=block_in,
             splits=cut,
             num_warps=block_out // 16,
-            num_stages=5,
+            num_stages=4 if gated else 5,
         )
         if config.fits(outputs, inputs):
             return config
     return None
 
 
-def _serve(x, weight, halves: int, config, name: str, *, splits: bool) -> MatvecConfig:
+def _serve(x, weight, config, name: str, *, gated=False, splits=False) -> MatvecConfig:
     """The configuration to use, or the reason why there is none."""
     rows = math.prod(x.shape[:-1])
-    outputs, inputs = weight.shape[0] // halves, weight.shape[1]
+    outputs, inputs = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         raise NotImplementedError(f"{name} of {x.dtype} rows and {weight.dtype} weights")
     if not 1 <= rows <= MAX_ROWS:
         raise NotImplementedError(f"{name} takes 1 to {MAX_ROWS} rows, got {rows}")
     if config is None:
-        config = choose_config(rows, outputs, inputs, splits=splits)
+        config = choose_config(outputs, inputs, gated=gated, splits=splits)
     if config is None or not config.fits(outputs, inputs):
         raise NotImplementedError(f"{name} cannot cut a matrix {weight.shape} by {config}")
     if config.splits > 1 and not splits:

@@ -1,8 +1,8 @@
 """Kernels that stream a weight matrix past a few rows.
 
 Decoding multiplies 1 to 32 rows by every weight, so that the time is that of reading the
-weights. The rows are the narrow operand of the matrix units, padded to 8, 16 or 32; each
-program takes a block of outputs and a slice of the reduction, and the slices are added by
+weights. The rows are the narrow operand of the matrix units, padded to a power of two, so
+that a row's result does not depend on the others or on how many there are; each program takes a block of outputs and a slice of the reduction, and the slices are added by
 whoever reads the result.
 """
 
@@ -47,6 +47,11 @@ class MatvecConfig:
         """Whether blocks cover the matrix `[outputs, inputs]` exactly."""
         return not (outputs % self.block_out or inputs % (self.block_in * self.splits))
 
+    def padded_rows(self, rows: int) -> int:
+        """Rows of a tile. The same instruction has to serve all, or they round differently:
+        with 64 outputs that is the warpgroup's product, which starts at 16 rows."""
+        return max(16 if self.block_out >= 64 else 8, pl.next_power_of_2(rows))
+
 
 def product_kernel(
     x_ref,  # [M, K]
@@ -59,7 +64,7 @@ def product_kernel(
     """Grid (N / block_out, splits)."""
     rows, inputs = x_ref.shape
     outputs = out_ref.shape[-1]
-    padded = max(8, pl.next_power_of_2(rows))
+    padded = config.padded_rows(rows)
     share = inputs // config.splits
     slice_ = pl.program_id(1)
     out = pl.program_id(0) * config.block_out + jax.lax.iota(jnp.int32, config.block_out)

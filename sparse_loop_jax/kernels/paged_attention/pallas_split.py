@@ -152,9 +152,10 @@ def split_kernel(
             index = (page, head, (place & (size - 1))[:, None], flat[None, :])
             k = load(k_ref.at[index]).astype(dtype)
             scores = _dot(k, q, 1, 1) if config.keys_first else _dot(q, k, 1, 1)
-            scores = scores * scale + of_key(jnp.where(position < last, 0.0, -jnp.inf))
+            visible = of_key(position < last)
+            scores = scores * scale + jnp.where(visible, 0.0, -jnp.inf)
             if not shared:
-                visible = of_key(position < last) & (of_key(position) < of_row(limits))
+                visible = visible & (of_key(position) < of_row(limits))
                 scores = jnp.where(visible, scores, -jnp.inf)
             peak = jnp.maximum(top, jnp.max(scores, axis=key_axis))
             # -inf minus -inf is nan: a row that has seen no key yet subtracts zero.

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from sparse_loop_jax.kernels import pallas_triton
 from sparse_loop_jax.kernels.kv_write.places import place_rows
-from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS
+from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS, choose_config
 from sparse_loop_jax.kernels.matvec.pallas_kernels import MatvecConfig, dot_rows
 from sparse_loop_jax.kernels.pallas_triton import load, store
 from sparse_loop_jax.kernels.project_qkv.op import project_qkv
@@ -38,14 +38,15 @@ def project_qkv_pallas(
       NotImplementedError: more rows, another dtype, or a matrix that no blocks cover.
     """
     batch, rows, inputs = x.shape
-    half = k_pool.shape[3] // 2
+    dim = k_pool.shape[3]
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         raise NotImplementedError(f"project_qkv of {x.dtype} rows and {weight.dtype} weights")
     if not 1 <= batch * rows <= MAX_ROWS:
         raise NotImplementedError(f"project_qkv takes 1 to {MAX_ROWS} rows: {batch * rows}")
-    config = config or choose_config(half, inputs)
-    if config is None or config.splits > 1 or not config.fits(2 * half, inputs):
-        raise NotImplementedError(f"project_qkv cannot cut heads of {2 * half} by {config}")
+    if config is None:
+        config = choose_config(dim, inputs, gated=False, splits=False)
+    if config is None or config.splits > 1 or not config.fits(dim, inputs):
+        raise NotImplementedError(f"project_qkv cannot cut heads of {dim} by {config}")
     return _run(
         x,
         weight,
@@ -59,17 +60,6 @@ def project_qkv_pallas(
         config=config,
         interpret=pallas_triton.interpreting(),
     )
-
-
-def choose_config(half: int, inputs: int) -> MatvecConfig | None:
-    """A configuration computed from half a head and the reduction; None where none fits."""
-    for block_in in (128, 64, 32, 16):
-        config = MatvecConfig(
-            block_out=16, block_in=block_in, splits=1, num_warps=1, num_stages=6
-        )
-        if config.fits(2 * half, inputs):
-            return config
-    return None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
@@ -121,7 +111,7 @@ def _kernel(
     half, pairs = dim // 2, config.block_out // 2
     blocks = half // pairs
     slot, block = pl.program_id(0) // blocks, pl.program_id(0) % blocks
-    padded = max(8, pl.next_power_of_2(batch * rows))
+    padded = config.padded_rows(batch * rows)
     line = jax.lax.iota(jnp.int32, padded)
     real = line < batch * rows
     b, i = line // rows, line % rows  # a padding line's request is past the end
