@@ -23,11 +23,15 @@ def bench_decode(
     steps: int = 32,
     repeats: int = 5,
     implementation: str | None = None,
+    peer: dict[tuple[int, int], float] | None = None,
 ) -> list[Row]:
     """Times plain decode steps, dense and for each retention, at (batch, context) cases.
 
     Steps are submitted one ahead of the last and timed from an idle device to an idle
     device, `steps` at a time. Random weights and K/V, permuted pages.
+
+    Args:
+      peer: seconds of another system's dense step at the same cases.
 
     Raises:
       RuntimeError: a sparse run did not capture and consume in every layer.
@@ -60,6 +64,7 @@ def bench_decode(
                     "GB": floor.total / 1e9,
                     "of roofline": floor.total / peak / seconds,
                     "vs dense": dense_seconds / seconds,
+                    "vs torch": (peer or {}).get((batch, context), float("nan")) / seconds,
                     **row,
                 }
             )

@@ -34,7 +34,7 @@ def write_json(path: str | Path, benchmark: str, rows: Sequence[Row], setup: dic
 
 
 def _cell(value: Any) -> str:
-    if value is None:
+    if value is None or value != value:
         return "-"
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

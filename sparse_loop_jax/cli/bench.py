@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=32, help="decode steps in one timing")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--implementation", help='of the ops: "xla" or "pallas"')
+    parser.add_argument("--no-peer", action="store_true", help="leave PyTorch out")
     parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
 
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1 or args.repeats < 1:
         raise ValueError(f"steps and repeats must be >= 1, got {args.steps}, {args.repeats}")
 
-    from sparse_loop_jax.bench import decode, measure, model, report
+    from sparse_loop_jax.bench import decode, measure, model, report, torch_peer
 
     if args.shape not in model.SHAPES:
         raise ValueError(f"shape must be one of {sorted(model.SHAPES)}, got {args.shape!r}")
@@ -36,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
     options = {"dtype": args.dtype, "repeats": args.repeats}
     options["implementation"] = args.implementation
     if args.benchmark == "decode":
+        # Before this process takes the device.
+        peer = None if args.no_peer else torch_peer.peer_seconds(config, cases)
         rows = decode.bench_decode(
-            config, cases, retentions=retentions, steps=args.steps, **options
+            config, cases, retentions=retentions, steps=args.steps, peer=peer, **options
         )
     else:
         rows = decode.bench_prefill(config, cases, **options)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speculative.add_argument("--speculative-tokens", type=int, metavar="K")
     speculative.add_argument("--draft-loops", type=int, default=None, metavar="d")
     speculative.add_argument("--adaptive", action="store_true", help="K is an upper bound")
-    parser.add_argument("--implementation", help='of the ops: "xla" or "pallas"')
+    parser.add_argument("--implementation", help='of the attention ops: "xla" or "pallas"')
     parser.add_argument("--stats", action="store_true", help="print all statistics as JSON")
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
 
@@ -81,6 +81,8 @@ def summary(stats) -> str:
         f"{stats.tokens_per_second:.0f} tokens/s",
         f"compiled {stats.compilations} programs in {stats.compile_seconds:.1f} s",
     ]
+    if stats.implementations:
+        parts.append("ops: " + ", ".join(sorted(set(stats.implementations.values()))))
     if stats.drafted:
         parts.append(
             f"{stats.rounds} rounds, {stats.accepted} of {stats.drafted} drafts accepted"

@@ -58,7 +58,8 @@ class DecodeSpec:
       config: the model.
       sampled: False compiles the greedy readout alone.
       early_exit: True lets `RequestParams.exit_threshold` choose the readout's loop.
-      implementation: of the ops, by name; None lets each op choose.
+      implementation: of the attention ops, by name; None lets each choose. "xla" takes
+        the reference for everything else as well.
       sparse: cross-loop sparse attention of decoded rows; None is dense.
       speculative: self-speculation; None decodes token by token.
     """

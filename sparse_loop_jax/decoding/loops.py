@@ -7,6 +7,7 @@ verification differ only in their rows and in the range of depths.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from sparse_loop_jax.cache import PagedKVCache
 from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.decoding.exits import ExitReadout
 from sparse_loop_jax.decoding.references import SparseRows
-from sparse_loop_jax.kernels import paged_attention, write_kv
-from sparse_loop_jax.models.layers import decoder_layer, rms_norm, rope_angles
+from sparse_loop_jax.kernels.paged_attention import paged_attention
+from sparse_loop_jax.kernels.project_qkv import project_qkv
+from sparse_loop_jax.kernels.registry import recording
+from sparse_loop_jax.models.layers import rope_angles, run_layers
 from sparse_loop_jax.models.params import OuroParams
 from sparse_loop_jax.sparse.config import DENSE
 
@@ -56,17 +59,24 @@ def run_loops(
     *,
     sparse: SparseRows | None = None,
     readout: ExitReadout | None = None,
+    products: str | None = None,
 ) -> _Carry:
     """Runs `hidden [B, n, hidden]` through the loops of `depths`.
 
     Each loop writes the rows' K/V into its own plane before it attends. Attention is dense
     unless `sparse` is given and the depth captures or consumes.
 
+    Args:
+      products: implementation of the matrix products and what is fused onto them; None:
+        the platform's choice, unless the spec asks for the reference throughout.
+
     Returns:
       The state after the last of the loops (final norm applied), the cache, the sparse rows
       with what these loops captured and counted, and the exit readout with them counted.
     """
     angles = rope_angles(rows.positions, spec.config, hidden.dtype)
+    if products is None and spec.implementation == "xla":
+        products = "xla"
 
     def one_loop(depth, carry: _Carry, mode: str) -> _Carry:
         hidden, sparse = carry.hidden, carry.sparse
@@ -76,30 +86,33 @@ def run_loops(
         keys, values = list(carry.cache.keys), list(carry.cache.values)
         if sparse is not None:
             sparse = sparse.count_keys(mode, rows.lengths)
-        for layer, p in enumerate(params.layers):
 
-            def attend(q, k, v, layer=layer):
+        def mix(layer, p):
+            def attend(normed):
                 nonlocal sparse
-                keys[layer], values[layer] = write_kv(
+                q, keys[layer], values[layer] = project_qkv(
+                    normed,
+                    p.qkv,
+                    *angles,
                     keys[layer],
                     values[layer],
-                    k,
-                    v,
                     table,
                     rows.positions,
                     rows.live,
-                    implementation=spec.implementation,
+                    implementation=products,
                 )
                 paged = (keys[layer], values[layer], table)
                 if mode == DENSE or sparse is None:
-                    return paged_attention(
+                    out = paged_attention(
                         q, *paged, rows.lengths, implementation=spec.implementation
                     )
-                out, sparse = sparse.attend(spec, mode, layer, q, paged, rows.lengths)
-                return out
+                else:
+                    out, sparse = sparse.attend(spec, mode, layer, q, paged, rows.lengths)
+                return out.reshape(*normed.shape[:-1], -1)
 
-            hidden = decoder_layer(p, spec.config, hidden, *angles, attend)
-        hidden = rms_norm(hidden, params.norm, spec.config.rms_norm_eps)
+            return attend
+
+        hidden = run_layers(params, spec.config, hidden, mix, products)
         readout = carry.readout
         if readout is not None:
             readout = readout.after_loop(params, depth, hidden)
@@ -109,14 +122,25 @@ def run_loops(
     carry = _Carry(hidden, cache, sparse, readout)
     # A loop over depths of one kind, not a copy of the layers for each: a fraction of the
     # program to compile, and the page table makes the depths differ by an index only.
-    for mode, run in _runs(spec, depths, sparse is not None):
-        if len(run) == 1:
-            carry = one_loop(jnp.int32(run.start), carry, mode)
-        else:
-            carry = jax.lax.fori_loop(
-                run.start, run.stop, lambda depth, c, mode=mode: one_loop(depth, c, mode), carry
-            )
+    with recording() as served:
+        for mode, run in _runs(spec, depths, sparse is not None):
+            body = functools.partial(one_loop, mode=mode)
+            if len(run) == 1:
+                carry = body(jnp.int32(run.start), carry)
+            else:
+                carry = jax.lax.fori_loop(run.start, run.stop, body, carry)
+    if hidden.shape[1] <= spec.rows:  # a round's rows, not a prompt's
+        _served.setdefault(spec, {}).update(served)
     return carry
+
+
+# What served the ops of each spec's rounds; filled when a program is traced.
+_served: dict[DecodeSpec, dict[str, str]] = {}
+
+
+def implementations(spec: DecodeSpec) -> dict[str, str]:
+    """The implementation that served each op in the rounds of `spec`; empty before them."""
+    return dict(_served.get(spec, {}))
 
 
 def _runs(spec: DecodeSpec, depths: range, sparse: bool) -> list[tuple[str, range]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +16,9 @@ from sparse_loop_jax.decoding.state import DecodeState, RoundCounters, RoundOutp
 from sparse_loop_jax.decoding.steps import decode_step
 from sparse_loop_jax.models.params import OuroParams
 from sparse_loop_jax.sparse import store as reference_store
+
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,23 @@ class RoundDriver:
         if self._state is None:
             raise RuntimeError("the driver of these rounds is closed")
         return self._state
+
+    def edit(self, change: Callable[[DecodeState], tuple[DecodeState, _T]]) -> _T:
+        """Changes the state between two rounds; it may be donated, and nothing is awaited.
+
+        Args:
+          change: from the state to the next one and a result, which is returned. Batch,
+            rows of a round and slots stay; slots keep their versions.
+
+        Raises:
+          RuntimeError: the driver is closed.
+        """
+        try:
+            self._state, result = change(self.state)
+        except BaseException:
+            self.close()
+            raise
+        return result
 
     def submit(self) -> None:
         """Submits the next round.

@@ -65,6 +65,7 @@ def _prefill(params, state, tokens, valid, ends):
         state.cache,
         range(state.spec.config.total_ut_steps),
         readout=readout,
+        products="xla",  # whose matrix products are made for many rows
     )
     hidden = done.hidden if done.readout is None else done.readout.hidden
     last = jnp.maximum(valid - 1, 0)[:, None, None]

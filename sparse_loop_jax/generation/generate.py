@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from sparse_loop_jax.decoding import references
 from sparse_loop_jax.decoding.config import SpeculativeConfig
 from sparse_loop_jax.decoding.device_loop import TokenBuffer, decode_tokens
+from sparse_loop_jax.decoding.loops import implementations
 from sparse_loop_jax.generation.compilation import Compilations, count_compilations
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.generation.outputs import GenerateOutput, GenerateStats
@@ -66,7 +67,9 @@ def generate(
       exit_threshold: cumulative exit probability at which the readout takes an earlier
         loop, as published; None: the checkpoint's; 1.0 never. All loops are run.
       page_size: tokens in a page of the cache, a power of two.
-      implementation: of the ops ("xla", "pallas"); None chooses by platform.
+      implementation: of the attention ops, "xla" or "pallas": that one runs or the call
+        fails. None chooses by platform. "xla" takes XLA's matrix products as well, which
+        are otherwise chosen by dtype and number of rows.
       progress: show a progress bar on standard error; None: if it is a terminal.
 
     Raises:
@@ -145,7 +148,7 @@ def generate(
             kv_cache_bytes=kv_bytes,
             reference_store_bytes=store_bytes,
             peak_bytes=_peak_bytes(),
-            implementation=implementation or "auto",
+            implementations=implementations(plan.spec),
         ),
     )
 

@@ -19,7 +19,7 @@ class GenerateStats:
       compile_seconds, compilations: what JAX compiled during the call.
       kv_cache_bytes, reference_store_bytes: as allocated.
       peak_bytes: of the first device since the process began; None where it is not known.
-      implementation: what served the ops.
+      implementations: what served each op of the decode loop, by the op's name.
       rounds: steps of the decode loop; one token each without speculation.
       drafted, accepted: drafted tokens offered, and those that were emitted.
       acceptance_by_position: accepted / drafted at each place of a round; None where
@@ -41,7 +41,7 @@ class GenerateStats:
     kv_cache_bytes: int
     reference_store_bytes: int
     peak_bytes: int | None
-    implementation: str
+    implementations: dict[str, str]
     rounds: int
     drafted: int
     accepted: int

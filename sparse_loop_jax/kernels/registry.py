@@ -9,13 +9,32 @@ implementation asked for by name is used or the call fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 # What `implementation=None` asks, in order, by platform.
 PREFERENCE = {"gpu": ("pallas", "xla"), "cpu": ("xla",)}
+
+
+# Filled by the ops that are called while `recording` is open.
+_record: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
+    "_record", default=None
+)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[str, str]]:
+    """Collects which implementation served each op, by the op's name, while it is open."""
+    served: dict[str, str] = {}
+    token = _record.set(served)
+    try:
+        yield served
+    finally:
+        _record.reset(token)
 
 
 class Op:
@@ -45,16 +64,23 @@ class Op:
             arguments; the message holds each reason.
         """
         if implementation is not None:
-            return self.get(implementation)(*args, **kwargs)
+            return self._run(implementation, self.get(implementation), args, kwargs)
         reasons = []
         for name in PREFERENCE.get(jax.default_backend(), ("xla",)):
             if name not in self.implementations:
                 continue
             try:
-                return self.implementations[name](*args, **kwargs)
+                return self._run(name, self.implementations[name], args, kwargs)
             except NotImplementedError as error:
                 reasons.append(f"{name}: {error}")
         raise NotImplementedError(f"no implementation of {self.name} can serve: {reasons}")
+
+    def _run(self, name: str, function: Callable[..., Any], args, kwargs):
+        result = function(*args, **kwargs)
+        served = _record.get()
+        if served is not None:
+            served[self.name] = name
+        return result
 
     def get(self, name: str) -> Callable[..., Any]:
         """The implementation called `name`.

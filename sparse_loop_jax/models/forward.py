@@ -8,13 +8,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from sparse_loop_jax.kernels.matvec.xla import linear_xla
+from sparse_loop_jax.kernels.project_qkv.xla import rotate, split_qkv
 from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.models.layers import (
-    decoder_layer,
     exit_gate_logits,
     lm_logits,
-    rms_norm,
     rope_angles,
+    run_layers,
 )
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.models.params import OuroParams
@@ -111,16 +112,23 @@ def forward_params(params: OuroParams, config: OuroConfig, ids: jax.Array) -> Fo
     """`forward` on a plain pytree of weights; pure, jitted, differentiable."""
     length = ids.shape[1]
     x = params.embed[ids]
-    cos, sin = rope_angles(jnp.arange(length, dtype=jnp.int32), config, x.dtype)
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+    cos, sin = rope_angles(positions, config, x.dtype)
     causal = jnp.tril(jnp.ones((1, 1, 1, length, length), bool))
 
-    def attend(q, k, v):
-        return _causal_attention(q, k, v, causal)
+    def mix(_, p):
+        def attend(normed):
+            q, k, v = split_qkv(
+                linear_xla(normed, p.qkv), config.num_key_value_heads, config.head_dim
+            )
+            out = _causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, causal)
+            return out.reshape(*normed.shape[:-1], -1)
+
+        return attend
 
     def loop(x, _):
-        for p in params.layers:
-            x = decoder_layer(p, config, x, cos, sin, attend)
-        x = rms_norm(x, params.norm, config.rms_norm_eps)
+        # The reference products: this is what gradients are taken of.
+        x = run_layers(params, config, x, mix, implementation="xla")
         return x, (x, lm_logits(params, x), exit_gate_logits(params, x))
 
     _, outputs = jax.lax.scan(loop, x, length=config.total_ut_steps)

@@ -1,7 +1,7 @@
 """The arithmetic of one layer, shared by every way of running the model.
 
-Nothing here knows about caches: attention is a callback that gets the rotated queries and
-keys and the values of the rows at hand.
+Nothing here knows about caches: mixing rows, the one thing that differs between a whole
+sequence and decoding, is a callback.
 """
 
 from __future__ import annotations
@@ -11,23 +11,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from sparse_loop_jax.kernels.matvec import gated_linear, linear_add_norm
+from sparse_loop_jax.kernels.matvec.xla import linear_xla, rms_norm as rms_norm
 from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.models.params import LayerParams, OuroParams
 
-# (q [..., heads, head_dim], k, v [..., kv_heads, head_dim]) -> [..., heads, head_dim]
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`weight * x / rms(x)`: the root in float32, the gain in the dtype of `x`."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return _align(weight, x) * (x32 * scale).astype(x.dtype)
-
-
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x @ weight.T` for a weight `[out, in]`, in the dtype of `x`."""
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+# Normed rows [..., hidden] -> attention output [..., heads * head_dim].
+Mix = Callable[[jax.Array], jax.Array]
 
 
 def rope_angles(positions: jax.Array, config: OuroConfig, dtype) -> tuple[jax.Array, jax.Array]:
@@ -39,52 +29,59 @@ def rope_angles(positions: jax.Array, config: OuroConfig, dtype) -> tuple[jax.Ar
     half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     inv_freq = 1.0 / (jnp.float32(config.rope_theta) ** half)
     angles = positions[..., None].astype(jnp.float32)
-    angles = angles * _align(inv_freq, angles)
+    angles = angles * inv_freq.reshape((1,) * positions.ndim + inv_freq.shape)
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates `x [..., heads, head_dim]` by angles `[..., head_dim]` (half-split).
-
-    The angles may lack leading axes of `x`, which then share them.
-    """
-    cos, sin = (_align(angle[..., None, :], x) for angle in (cos, sin))
-    first, second = jnp.split(x, 2, axis=-1)
-    rotated = jnp.concatenate([-second, first], axis=-1)
-    return x * cos + rotated * sin
-
-
-def _align(values: jax.Array, like: jax.Array) -> jax.Array:
-    """`values` with leading axes of 1 up to the rank of `like`."""
-    return jnp.expand_dims(values, tuple(range(like.ndim - values.ndim)))
-
-
-def decoder_layer(
-    p: LayerParams, config: OuroConfig, x: jax.Array, cos, sin, attend: Attend
+def run_layers(
+    params: OuroParams,
+    config: OuroConfig,
+    x: jax.Array,
+    mix: Callable[[int, LayerParams], Mix],
+    implementation: str | None = None,
 ) -> jax.Array:
-    """One layer on rows `x [..., hidden]`, norms before and after both branches."""
-    heads, kv_heads, dim = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
+    """One loop: all layers over rows `x [..., hidden]`, and the final norm.
+
+    Args:
+      mix: (layer index, its weights) -> the attention of that layer, projection of queries,
+        keys and values included, output projection not.
+      implementation: of the products.
+
+    Returns:
+      The normed state `[..., hidden]`: the next loop's input, and what the LM head and the
+      exit gate read.
+    """
     eps = config.rms_norm_eps
-    lead = x.shape[:-1]
-
-    qkv = linear(rms_norm(x, p.input_norm, eps), p.qkv).reshape(*lead, -1, dim)
-    q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)
-    mixed = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-    x = x + rms_norm(linear(mixed.reshape(*lead, heads * dim), p.out), p.input_norm_2, eps)
-
-    gate, up = jnp.split(linear(rms_norm(x, p.post_attention_norm, eps), p.gate_up), 2, axis=-1)
-    mlp = linear(jax.nn.silu(gate) * up, p.down)
-    return x + rms_norm(mlp, p.post_attention_norm_2, eps)
+    # Each branch ends with the norm that the next one starts with, so that a layer is a
+    # few kernels that read each weight once.
+    gains = [p.input_norm for p in params.layers[1:]] + [params.norm]
+    normed = rms_norm(x, params.layers[0].input_norm, eps)
+    for layer, (p, next_gain) in enumerate(zip(params.layers, gains, strict=True)):
+        x, normed = linear_add_norm(
+            mix(layer, p)(normed),
+            p.out,
+            x,
+            p.input_norm_2,
+            p.post_attention_norm,
+            eps=eps,
+            implementation=implementation,
+        )
+        x, normed = linear_add_norm(
+            gated_linear(normed, p.gate_up, implementation=implementation),
+            p.down,
+            x,
+            p.post_attention_norm_2,
+            next_gain,
+            eps=eps,
+            implementation=implementation,
+        )
+    return normed
 
 
 def exit_gate_logits(params: OuroParams, hidden: jax.Array) -> jax.Array:
     """Exit-gate logit of each row, float32 `[...]`, from a loop's normed state."""
-    gate = linear(hidden, params.exit_gate)[..., 0] + params.exit_gate_bias[0]
+    gate = linear_xla(hidden, params.exit_gate)[..., 0] + params.exit_gate_bias[0]
     return gate.astype(jnp.float32)
 
 

@@ -1,0 +1,167 @@
+"""The peer of the decode step: what an engineer gets from plain PyTorch.
+
+Fused projections, scaled-dot-product attention over a contiguous cache, `torch.compile` of
+the layer, and the whole step in one CUDA graph. Random weights. Run as a program, because
+the two frameworks should not share a device at the same time:
+
+    python -m sparse_loop_jax.bench.torch_peer '{"batch": 8, "context": 1024, ...}'
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def peer_seconds(
+    config, cases: list[tuple[int, int]], timeout: float = 300
+) -> dict[tuple[int, int], float] | None:
+    """Seconds of one decode step at each (batch, context), bfloat16, in another process.
+
+    None where torch or a CUDA device is missing. A case that fails is left out.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return None
+    request = {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "dim": config.head_dim,
+        "inter": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "loops": config.total_ut_steps,
+        "cases": cases,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, json.dumps(request)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        print(f"(no peer: {(done.stderr or done.stdout).strip().splitlines()[-1:]})")
+        return None
+    return {tuple(map(int, k.split("x"))): v for k, v in json.loads(lines[-1]).items()}
+
+
+def _main(request: dict[str, Any]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("torch has no CUDA device")
+    torch.manual_seed(0)
+    model = _Model(torch, request)
+    results = {}
+    for batch, context in request["cases"]:
+        try:
+            results[f"{batch}x{context}"] = model.seconds(batch, context)
+        except torch.OutOfMemoryError:
+            continue
+        torch.cuda.empty_cache()
+    print(json.dumps(results))
+
+
+class _Model:
+    def __init__(self, torch, r: dict[str, Any]):
+        self.torch, self.r = torch, r
+        hidden, inter = r["hidden"], r["inter"]
+        self.layers = [
+            {
+                "qkv": self._weight(3 * hidden, hidden),
+                "out": self._weight(hidden, hidden),
+                "gate_up": self._weight(2 * inter, hidden),
+                "down": self._weight(hidden, inter),
+                "norms": [self._ones(hidden) for _ in range(4)],
+            }
+            for _ in range(r["layers"])
+        ]
+        self.embed, self.head = (
+            self._weight(r["vocab"], hidden),
+            self._weight(r["vocab"], hidden),
+        )
+        self.norm = self._ones(hidden)
+        self.layer = torch.compile(self._layer, fullgraph=True, dynamic=False)
+
+    def _weight(self, *shape):
+        options = {"device": "cuda", "dtype": self.torch.bfloat16}
+        return self.torch.randn(*shape, **options) * 0.02
+
+    def _ones(self, size):
+        return self.torch.ones(size, device="cuda", dtype=self.torch.bfloat16)
+
+    def _norm(self, x, gain):
+        y = x.float()
+        scale = self.torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (y * scale).to(x.dtype) * gain
+
+    def _rope(self, x, cos, sin):
+        first, second = x.chunk(2, -1)
+        return x * cos + self.torch.cat((-second, first), -1) * sin
+
+    def _layer(self, p, x, k, v, position, cos, sin):
+        functional = self.torch.nn.functional
+        batch, heads, dim = x.shape[0], self.r["heads"], self.r["dim"]
+        qkv = functional.linear(self._norm(x, p["norms"][0]), p["qkv"])
+        q, new_k, new_v = qkv.view(batch, 3, heads, dim).unbind(1)
+        q, new_k = self._rope(q, cos, sin), self._rope(new_k, cos, sin)
+        k.index_copy_(2, position, new_k[:, :, None])
+        v.index_copy_(2, position, new_v[:, :, None])
+        out = functional.scaled_dot_product_attention(q[:, :, None], k, v)
+        out = functional.linear(out[:, :, 0].reshape(batch, -1), p["out"])
+        x = x + self._norm(out, p["norms"][1])
+        gate, up = functional.linear(self._norm(x, p["norms"][2]), p["gate_up"]).chunk(2, -1)
+        out = functional.linear(functional.silu(gate) * up, p["down"])
+        return x + self._norm(out, p["norms"][3])
+
+    def seconds(self, batch: int, context: int, steps: int = 10, repeats: int = 5) -> float:
+        """Median seconds of one graph replay, each of one decode step."""
+        torch, r = self.torch, self.r
+        shape = (batch, r["heads"], context, r["dim"])
+        planes = r["loops"] * r["layers"]
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        keys = [torch.randn(shape, **options) for _ in range(planes)]
+        values = [torch.randn(shape, **options) for _ in range(planes)]
+        token = torch.ones(batch, dtype=torch.long, device="cuda")
+        position = torch.tensor([context - 1], device="cuda")
+        powers = torch.arange(0, r["dim"], 2, device="cuda").float() / r["dim"]
+        angles = position.float()[:, None] * (1e6**-powers)
+        angles = torch.cat((angles, angles), -1)
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+        def step():
+            x = self.embed[token]
+            for plane in range(planes):
+                p = self.layers[plane % r["layers"]]
+                x = self.layer(p, x, keys[plane], values[plane], position, cos, sin)
+                if (plane + 1) % r["layers"] == 0:
+                    x = self._norm(x, self.norm)
+            token.copy_(torch.nn.functional.linear(x, self.head).argmax(-1))
+
+        with torch.inference_mode():
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            times = []
+            for _ in range(repeats + 1):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(steps):
+                    graph.replay()
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - start) / steps)
+        return sorted(times[1:])[repeats // 2]
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))
