@@ -21,7 +21,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sparse-loop", description="Fast inference for looped language models in JAX."
     )
-    version = importlib.metadata.version("sparse-loop-jax")
+    try:
+        version = importlib.metadata.version("sparse-loop-jax")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed: run from a source tree)"
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
