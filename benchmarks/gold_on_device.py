@@ -1,0 +1,69 @@
+"""Golden tokens in float32 on the default device: dense, sparse and speculative.
+
+    python benchmarks/gold_on_device.py [pallas|xla|triton ...]
+
+Prints a line a run and fails if any differs. Matrix products run at the highest precision,
+since the golden runs are float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import sparse_loop_jax as slj
+
+GOLD = Path(__file__).parent.parent / "tests" / "gold"
+
+
+def main(implementations: list[str]) -> int:
+    jax.config.update("jax_default_matmul_precision", "highest")
+    wrong = 0
+    for name in ("mha", "gqa"):
+        model = slj.load(GOLD / name)
+        dense = np.load(GOLD / f"{name}_dense.npz")
+        prompts = [dense["p0_input_ids"].tolist(), dense["p1_input_ids"].tolist()]
+        for implementation in implementations or [None]:
+            for retention in (None, 1, 0.5, 0.25, 0.1, 0.02):
+                want = _golden_tokens(name, dense, retention)
+                for speculative in (
+                    None,
+                    slj.SpeculativeConfig(3, 2),
+                    slj.SpeculativeConfig(3, 1),
+                ):
+                    sparse = retention and slj.SparseDecodeConfig(key_retention=retention)
+                    out = slj.generate(
+                        model,
+                        prompts,
+                        max_new_tokens=32,
+                        eos_token_id=[],
+                        sparse=sparse,
+                        speculative=speculative,
+                        implementation=implementation,
+                        progress=False,
+                    )
+                    same = out.token_ids == want
+                    wrong += not same
+                    drafted = speculative and speculative.draft_loops
+                    print(
+                        f"{name} implementation={implementation} retention={retention} "
+                        f"draft_loops={drafted} {'equal' if same else 'DIFFERENT'} "
+                        f"captured={out.stats.captured_rows} {out.stats.implementations}",
+                        flush=True,
+                    )
+    print(f"{wrong} runs differ from the golden tokens")
+    return 1 if wrong else 0
+
+
+def _golden_tokens(name: str, dense, retention: float | None) -> list[list[int]]:
+    if retention is None:
+        return [dense[f"{p}_gen_tokens"].tolist() for p in ("p0", "p1")]
+    sparse = np.load(GOLD / f"{name}_sparse_r{retention:g}.npz")
+    return [sparse[f"{p}_tokens"].tolist() for p in ("p0", "p1")]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
