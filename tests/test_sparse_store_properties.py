@@ -17,7 +17,7 @@ from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.sparse import store as rs
 
 SLOTS, CAPACITY, BATCH, ROWS = 6, 2, 2, 2
-LEASES, PLANS = 4, 4  # how many of each are remembered, the stale ones among them
+LEASES, PLANS = 3, 2  # how many of each are remembered, the stale ones among them
 LENGTH = 40  # operations of a program; shorter ones end in idle steps
 MODEL = OuroConfig(
     vocab_size=4,
@@ -251,18 +251,43 @@ def test_thousands_of_interleavings():
         assert (~outcome).sum() > 200
 
 
+lease_indices, plan_indices = st.integers(0, LEASES - 1), st.integers(0, PLANS - 1)
+values = st.integers(1, 900)
 operations = st.tuples(
     st.integers(RESERVE, RELEASE),
-    st.integers(0, LEASES - 1),
-    st.integers(0, PLANS - 1),
+    lease_indices,
+    plan_indices,
     st.integers(0, 1),
     st.integers(-1, ROWS + 1),
     st.integers(-1, ROWS + 1),
-    st.integers(1, 900),
+    values,
 )
 
 
-@given(program=st.lists(operations, min_size=1, max_size=LENGTH))
+@st.composite
+def parts_of_rounds(draw):
+    """The operations of a round in their order, some of them left out."""
+    lease, plan, value = draw(lease_indices), draw(plan_indices), draw(values)
+    accepted = draw(st.integers(0, ROWS))
+    steps = [
+        (RESERVE, lease, plan, 0, ROWS, 1, value),
+        (PLAN, lease, plan, 0, ROWS, ROWS, value),
+        (CAPTURE, lease, plan, 0, 0, 0, value),
+        (CAPTURE, lease, plan, 1, 0, 0, value),
+        (ACCEPT, lease, plan, 0, accepted, 0, value),
+        (CONSUME, lease, plan, 0, 0, 0, value),
+        (RELEASE, lease, plan, 0, 0, 0, value),
+    ]
+    left_out = draw(st.sets(st.integers(0, 6), max_size=2))
+    return [step for i, step in enumerate(steps) if i not in left_out]
+
+
+programs = st.lists(operations.map(lambda one: [one]) | parts_of_rounds(), min_size=1).map(
+    lambda parts: [step for part in parts for step in part][:LENGTH]
+)
+
+
+@given(program=programs)
 @settings(max_examples=300, deadline=None, database=None)
 def test_any_interleaving(program):
     """The same with out-of-range arguments, and shrunk to the shortest that fails."""
