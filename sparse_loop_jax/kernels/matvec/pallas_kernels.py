@@ -2,8 +2,9 @@
 
 Decoding multiplies 1 to 32 rows by every weight, so that the time is that of reading the
 weights. The rows are the narrow operand of the matrix units, padded to a power of two, so
-that a row's result does not depend on the others or on how many there are; each program takes a block of outputs and a slice of the reduction, and the slices are added by
-whoever reads the result.
+that a row's result does not depend on the others or on how many there are. Each program
+takes a block of outputs and a slice of the reduction, and the slices are added by whoever
+reads the result.
 """
 
 from __future__ import annotations

@@ -136,8 +136,9 @@ def split_kernel(
             return _dot(values, weights, 1, 0)
         return _dot(weights, values, 1, 0)
 
-    def attend(first, last, carry, *, block: int, shared: bool):
+    def attend(first, last, carry, *, shared: bool):
         """Takes in the keys from `first` to `last`; `shared` by all live rows or not."""
+        block = config.block_keys
         within = jax.lax.iota(jnp.int32, block)
 
         def body(step, carry):
@@ -195,11 +196,15 @@ def split_kernel(
         jnp.zeros((block_rows,), jnp.float32),
         jnp.zeros((dim, block_rows) if config.keys_first else (block_rows, dim), jnp.float32),
     )
-    carry = attend(start, jnp.minimum(common, end), carry, block=config.block_keys, shared=True)
-    if rows > 1:
-        # The few keys that only some rows see: those of the rows themselves.
-        block = 16 if config.keys_first else config.block_keys
-        carry = attend(jnp.maximum(start, common), end, carry, block=block, shared=False)
+    block = config.block_keys
+    if rows == 1:
+        carry = attend(start, end, carry, shared=True)
+    else:
+        # The last block or two, which not all rows see in full, on the same grid of blocks:
+        # a row gives the bits that it would give alone.
+        full = jnp.maximum(jnp.minimum(common, end) - start, 0) & -block
+        carry = attend(start, start + full, carry, shared=True)
+        carry = attend(start + full, end, carry, shared=False)
     top, total, acc = carry
 
     wide = jnp.broadcast_to(of_row(real), acc.shape)
