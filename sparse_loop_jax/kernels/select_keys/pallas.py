@@ -1,0 +1,70 @@
+"""Exact top-k positions as one Pallas kernel launch: a program per row."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels.select_keys.op import select_keys
+from sparse_loop_jax.kernels.select_keys.pallas_kernel import GROUP, SelectConfig, select_kernel
+from sparse_loop_jax.kernels.select_keys.xla import validate
+
+# The keys of a row that its program holds in registers: 64 for each of 512 threads.
+RESIDENT = 1 << 15
+
+
+@select_keys.register("pallas")
+def select_keys_pallas(
+    scores: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    *,
+    capacity: int,
+    index_dtype=jnp.uint16,
+    config: SelectConfig | None = None,
+) -> jax.Array:
+    """`select_keys` in one launch; the scores of a row are read once up to 32,768 of them.
+
+    Longer rows read what lies beyond once more for each step of their search.
+
+    Args: as the reference, and
+      config: how a row is laid out; None: chosen by `choose_config`.
+    """
+    validate(scores, lengths, counts, capacity, index_dtype)
+    lead, span = scores.shape[:-1], scores.shape[-1]
+    if scores.size == 0:
+        return jnp.zeros((*lead, capacity), index_dtype)
+    out = _run(
+        scores.reshape(-1, span),
+        lengths.reshape(-1).astype(jnp.int32),
+        counts.reshape(-1).astype(jnp.int32),
+        capacity=capacity,
+        index_dtype=jnp.dtype(index_dtype),
+        config=choose_config(span) if config is None else config,
+        interpret=pallas_triton.interpreting(),
+    )
+    return out.reshape(*lead, capacity)
+
+
+def choose_config(span: int) -> SelectConfig:
+    """A layout for rows of `span` scores, as measured on an H200."""
+    keys = min(span, RESIDENT)
+    num_warps = min(max(pl.next_power_of_2(keys) // (8 * GROUP), 1), 16)
+    groups = pl.next_power_of_2(pl.cdiv(keys, num_warps * GROUP))
+    return SelectConfig(num_warps=num_warps, groups=groups)
+
+
+@functools.partial(jax.jit, static_argnames=("capacity", "index_dtype", "config", "interpret"))
+def _run(scores, lengths, counts, *, capacity, index_dtype, config, interpret):
+    return pallas_triton.call(
+        functools.partial(select_kernel, config=config, interpret=interpret),
+        grid=(scores.shape[0],),
+        out_shape=jax.ShapeDtypeStruct((scores.shape[0], capacity), index_dtype),
+        num_warps=config.num_warps,
+        interpret=interpret,
+        name="select_keys",
+    )(scores, lengths, counts)
