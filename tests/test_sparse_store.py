@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_loop_jax.models.config import OURO_1_4B, OuroConfig
-from sparse_loop_jax.sparse import SparseDecodeConfig, StaleLeaseError, store as rs
+from sparse_loop_jax.models.config import OuroConfig
+from sparse_loop_jax.sparse import store as rs
 from sparse_loop_jax.sparse.store import ReferenceLease, SparseDecodePlan
 
 MODEL = OuroConfig(
@@ -428,144 +427,3 @@ def test_every_field_has_a_reader(field):
     store, _ = capture(store, rows, 3)
     before, after = read(store, lease, rows), read(spoil(store), lease, rows)
     assert not np.array_equal(before, after)
-
-
-# Transformations -----------------------------------------------------------------------
-
-
-def one_round(store, value):
-    """A whole round under one trace: what the model does, without its arithmetic."""
-    store, lease = rs.reserve(store, jnp.int32([2, 1]), ROWS)
-    rows, refused = rs.plan(store, lease, lease.slots < store.slots)
-    bad = [refused.sum()]
-    for layer in range(MODEL.num_hidden_layers):
-        counts, positions, mass, base = payload(0)
-        store, no = rs.capture(
-            store, rows, layer, counts, positions, mass, base + value.astype(jnp.float32)
-        )
-        bad.append(no.sum())
-    reference, no = rs.consume(store, rows, 1)
-    store = rs.accept(store, lease, jnp.int32([1, 0]))
-    store, late = rs.release(store, lease)
-    return store, (reference.base[0, 0, 0, 0], jnp.stack([*bad, no.sum(), late.sum()]))
-
-
-def test_rounds_scan_and_are_bounded_by_slots():
-    """A store that would fill after two rounds serves a hundred."""
-    store = new_store(slots=4)
-    values = jnp.arange(100)
-    store, (seen, refused) = jax.jit(functools.partial(jax.lax.scan, one_round))(store, values)
-    np.testing.assert_array_equal(seen, values)
-    assert not refused.any()
-    assert not store.held.any()
-    assert store.version.tolist() == [100, 100, 100, 0]
-
-
-def test_stores_vmap():
-    stores = jax.tree.map(lambda a: jnp.stack([a] * 3), new_store())
-    values = jnp.int32([5, 6, 7])
-    batch, (seen, _) = jax.jit(jax.vmap(one_round))(stores, values)
-    np.testing.assert_array_equal(seen, values)
-    one = jax.jit(one_round)
-    for i, value in enumerate(values):
-        alone, _ = one(new_store(), value)
-        assert_same(jax.tree.map(lambda a, i=i: a[i], batch), alone)
-
-
-def test_a_store_survives_tree_round_trips():
-    store, lease = take(new_store(), 2, 2)
-    store, _ = capture(store, plan_all(store, lease), 3)
-    flat, structure = jax.tree.flatten(store)
-    again = jax.tree.unflatten(structure, flat)
-    assert isinstance(again, type(store))
-    assert_same(again, store)
-    assert_same(jax.tree.map(lambda a: a + 0 if a.dtype != bool else a, store), store)
-    assert plan_all(again, lease).live.any()
-
-
-def test_a_donated_store_is_updated_in_place():
-    store, lease = take(new_store(), 2, 2)
-    rows = plan_all(store, lease)
-    expected, _ = capture(store, rows, 3)
-    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(store)]
-    write = jax.jit(rs.capture, static_argnames="layer", donate_argnums=0)
-    donated = store
-    for layer in range(MODEL.num_hidden_layers):
-        donated, _ = write(donated, rows, layer, *payload(3))
-    assert store.held.is_deleted()
-    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(donated)] == pointers
-    assert_same(donated, expected)
-
-
-# Host ----------------------------------------------------------------------------------
-
-
-def test_check_raises_with_what_was_refused():
-    rs.check(capture=jnp.zeros((2, 3), bool), release=0)
-    with pytest.raises(StaleLeaseError, match=r"refused \(capture: 2, release: 3\)"):
-        rs.check(capture=jnp.array([True, True, False]), consume=np.zeros(4, bool), release=3)
-    assert issubclass(StaleLeaseError, RuntimeError)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda s, a, p: rs.plan(s, a, jnp.ones((2, 4), bool)),
-            r"live must be of shape \(2, 3",
-        ),
-        (
-            lambda s, a, p: rs.accept(s, a, jnp.zeros((3,), jnp.int32)),
-            r"accepted .*\(2,\), got",
-        ),
-        (lambda s, a, p: rs.capture(s, p, 2, *payload(1)), "2 layers, got layer 2"),
-        (lambda s, a, p: rs.capture(s, p, -1, *payload(1)), "2 layers, got layer -1"),
-        (lambda s, a, p: rs.consume(s, p, 5), "2 layers, got layer 5"),
-        (lambda s, a, p: rs.capture(s, p, 0, *payload(1, (2, 2))), r"counts .*\(2, 3\), got"),
-        (
-            lambda s, a, p: rs.capture(
-                s, p, 0, payload(1)[0], payload(1)[1].astype(jnp.int32), *payload(1)[2:]
-            ),
-            r"positions must be uint16 \(2, 3, 3, 5\), got int32",
-        ),
-        (
-            lambda s, a, p: rs.capture(s, p, 0, *payload(1)[:3], payload(1)[3][..., :2]),
-            r"base must be float32 \(2, 3, 3, 4\), got float32 \(2, 3, 3, 2\)",
-        ),
-        (
-            lambda s, a, p: rs.capture(
-                s, p, 0, *payload(1)[:2], payload(1)[2].astype(jnp.bfloat16), payload(1)[3]
-            ),
-            "mass must be float32 .*, got bfloat16",
-        ),
-    ],
-)
-def test_misuse_is_refused_while_tracing(call, message):
-    store, lease = take(new_store(), 1)
-    with pytest.raises(ValueError, match=message):
-        call(store, lease, plan_all(store, lease))
-
-
-@pytest.mark.parametrize("name", ["slots", "capacity", "max_tokens"])
-@pytest.mark.parametrize("value", [0, -3, True, 2.0])
-def test_bad_sizes_are_refused(name, value):
-    sizes = {"slots": 2, "capacity": 2, "max_tokens": 9} | {name: value}
-    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value}"):
-        rs.create(MODEL, **sizes)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 65536, 65537])
-def test_bytes_are_known_before_allocation(max_tokens):
-    config = SparseDecodeConfig()
-    sizes = {"slots": 7, "capacity": CAPACITY, "max_tokens": max_tokens}
-    store = rs.create(MODEL, **sizes)
-    assert rs.nbytes_for(config, MODEL, **sizes) == store.nbytes
-    assert store.index_dtype == (jnp.uint32 if max_tokens == 65537 else jnp.uint16)
-    assert rs.nbytes_for(SparseDecodeConfig(key_retention=1.0), MODEL, **sizes) == 0
-
-
-def test_bytes_of_a_served_model():
-    """64 sequences x 4 rows x 2 rounds of Ouro-1.4B at the longest context, r = 0.1."""
-    capacity = SparseDecodeConfig(key_retention=0.1).capacity_for(65536)
-    nbytes = rs.nbytes_for(SparseDecodeConfig(), OURO_1_4B, 512, capacity)
-    assert nbytes == 512 * (9 + 24 * 16 * (2 * 6554 + 4 + 4 * 128))
