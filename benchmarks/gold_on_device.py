@@ -34,7 +34,9 @@ def main(implementations: list[str]) -> int:
                     slj.SpeculativeConfig(3, 2),
                     slj.SpeculativeConfig(3, 1),
                 ):
-                    sparse = retention and slj.SparseDecodeConfig(key_retention=retention)
+                    sparse = None
+                    if retention is not None:
+                        sparse = slj.SparseDecodeConfig(key_retention=retention)
                     out = slj.generate(
                         model,
                         prompts,

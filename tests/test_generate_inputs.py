@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,9 +95,9 @@ def test_an_unknown_option_is_an_error(model):
 
 
 def test_numpy_prompts_and_numbers_are_welcome(model):
-    out = slj.generate(
-        model, [np.asarray([1, 2]), [np.int64(1), np.int64(2)]], max_new_tokens=np.int64(2)
-    )
+    prompts: list = [np.asarray([1, 2]), [np.int64(1), np.int64(2)]]
+    limit: Any = np.int64(2)
+    out = slj.generate(model, prompts, max_new_tokens=limit)
     assert out.token_ids[0] == out.token_ids[1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -74,28 +76,33 @@ def bench_decode(
 def _one(
     params: OuroParams, spec: DecodeSpec, retention, batch, context, dtype, steps, repeats
 ) -> Row:
-    total = steps * (repeats + 1)
     state = state_at(
         spec,
         batch,
         context,
         jnp.dtype(dtype),
-        new_tokens=total + 1,
+        new_tokens=steps,
         outstanding_rounds=2,
         retention=retention,
     )
-    with count_compilations() as compiled, RoundDriver(params, state) as driver:
-        del state
-        captured = []
+    start = jax.device_get((state.position, state.remaining))
+    captured = []
 
-        def run():
+    def run():
+        # Every repeat begins at the same context.
+        nonlocal state
+        position, remaining = map(jnp.asarray, start)
+        state = dataclasses.replace(state, position=position, remaining=remaining)
+        with RoundDriver(params, state) as driver:
             for _ in range(steps):
                 driver.submit()
-                if driver.outstanding == 2:
+                if not driver.can_submit:
                     captured.append(driver.collect())
             captured.append(driver.collect())
-            return driver.state.token
+            state = driver.drain()
+        return state.token
 
+    with count_compilations() as compiled:
         timing = measure.time_calls(run, repeats=repeats, inner=steps)
     _check_sparse(spec, batch, [round_.counters for round_ in captured])
     return {

@@ -47,11 +47,16 @@ def peer_seconds(
     if done.returncode or not lines:
         print(f"(no peer: {(done.stderr or done.stdout).strip().splitlines()[-1:]})")
         return None
-    return {tuple(map(int, k.split("x"))): v for k, v in json.loads(lines[-1]).items()}
+    results = json.loads(lines[-1])
+    return {
+        case: results[f"{case[0]}x{case[1]}"]
+        for case in cases
+        if f"{case[0]}x{case[1]}" in results
+    }
 
 
 def _main(request: dict[str, Any]) -> None:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     if not torch.cuda.is_available():
         raise SystemExit("torch has no CUDA device")

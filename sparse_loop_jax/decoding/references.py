@@ -44,7 +44,13 @@ class SparseRows:
     keys_dense: jax.Array  # float32 []
 
     def attend(
-        self, spec: DecodeSpec, mode: str, layer: int, q: jax.Array, paged, lengths: jax.Array
+        self,
+        spec: DecodeSpec,
+        mode: str,
+        layer: int,
+        q: jax.Array,
+        paged: tuple[jax.Array, jax.Array, jax.Array],
+        lengths: jax.Array,
     ) -> tuple[jax.Array, SparseRows]:
         """Captures, consumes or both in one layer; see `sparse.attention`.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from sparse_loop_jax.decoding import references
 from sparse_loop_jax.decoding.acceptance import accept_greedy, accept_sampled, draft_tokens
+from sparse_loop_jax.decoding.config import SpeculativeConfig
 from sparse_loop_jax.decoding.loops import Rows, run_loops
 from sparse_loop_jax.decoding.state import DecodeState, RoundOutput
 from sparse_loop_jax.models.layers import lm_logits
@@ -74,7 +75,9 @@ def speculative_step(
     loops, drafting = spec.config.total_ut_steps, speculative.draft_loops
     width = speculative.rows
 
-    wanted = jnp.where(state.live, jnp.minimum(_rows_wanted(state), state.remaining), 0)
+    wanted = jnp.where(
+        state.live, jnp.minimum(_rows_wanted(state, speculative), state.remaining), 0
+    )
     round_ = references.open_round(state, retire, wanted)
     rows = round_.rows
     offsets = jnp.arange(width, dtype=jnp.int32)[None]
@@ -132,9 +135,8 @@ def speculative_step(
     return references.close_round(state, round_, done.sparse, tokens, accepted, logits)
 
 
-def _rows_wanted(state: DecodeState) -> jax.Array:
+def _rows_wanted(state: DecodeState, speculative: SpeculativeConfig) -> jax.Array:
     """Rows that each request would like, before its limit: int32 [B]."""
-    speculative = state.spec.speculative
     if state.history is None:
         return jnp.full_like(state.remaining, speculative.rows)
     share = speculative.draft_loops / state.spec.config.total_ut_steps

@@ -25,10 +25,10 @@ def count_compilations() -> Iterator[Compilations]:
     """Counts compiled programs in this process through JAX's own events."""
     counted = Compilations()
 
-    def listen(event: str, duration: float, **_):
+    def listen(event: str, duration_secs: float, **_: object):
         if event == _COMPILE_EVENT:
             counted.programs += 1
-            counted.seconds += duration
+            counted.seconds += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -58,7 +58,9 @@ class GenerateStats:
         """The stats of rounds counted on the device (`counters` read to the host)."""
         drafted, accepted = counters.drafted.tolist(), counters.accepted.tolist()
         sparse = counters.sparse
-        rows = 0 if sparse is None else int(sparse.mass_rows)
+        mean, least = [], []
+        if sparse is not None and (rows := int(sparse.mass_rows)):
+            mean, least = (sparse.mass_sum / rows).tolist(), sparse.mass_min.tolist()
         return cls(
             rounds=int(counters.rounds),
             drafted=sum(drafted),
@@ -70,8 +72,8 @@ class GenerateStats:
             consumed_rows=0 if sparse is None else int(sparse.consumed),
             keys_read=0.0 if sparse is None else float(sparse.keys_read),
             keys_dense=0.0 if sparse is None else float(sparse.keys_dense),
-            retained_mass_mean=[] if not rows else (sparse.mass_sum / rows).tolist(),
-            retained_mass_min=[] if not rows else sparse.mass_min.tolist(),
+            retained_mass_mean=mean,
+            retained_mass_min=least,
             **measured,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import jax
 
@@ -52,12 +52,12 @@ def stream(
     exit_threshold: float | None = None,
     page_size: int = 16,
     implementation: str | None = None,
-) -> Iterator[StreamChunk]:
+) -> Generator[StreamChunk, None, None]:
     """Yields each request's tokens as they come; together they are what `generate` returns.
 
     Arguments are those of `generate`. Up to two rounds (`max_outstanding_rounds`) are
     submitted before the oldest is read, so the device does not wait for the reader. Leaving
-    the iterator early frees everything.
+    the generator early (`close`) frees everything.
 
     Raises:
       ValueError: as `generate`, at the call and not at the first token.
@@ -78,7 +78,7 @@ def stream(
     return _chunks(plan_call(model, prompts, options))
 
 
-def _chunks(plan: Plan) -> Iterator[StreamChunk]:
+def _chunks(plan: Plan) -> Generator[StreamChunk, None, None]:
     speculative = plan.spec.speculative
     ahead = 2 if speculative is None else speculative.max_outstanding_rounds
     readers = [_Reader(i, r, plan.model.tokenizer) for i, r in enumerate(plan.requests)]
