@@ -81,9 +81,8 @@ def test_rounds_scan_and_are_bounded_by_slots():
 
 
 def test_stores_vmap():
-    stores = jax.tree.map(
-        lambda a: jnp.stack([a] * 3), rs.create(MODEL, slots=SLOTS, capacity=CAPACITY)
-    )
+    store = rs.create(MODEL, slots=SLOTS, capacity=CAPACITY)
+    stores = jax.tree.map(lambda a: jnp.stack([a] * 3), store)
     values = jnp.int32([5, 6, 7])
     batch, (seen, _) = jax.jit(jax.vmap(one_round))(stores, values)
     np.testing.assert_array_equal(seen, values)
