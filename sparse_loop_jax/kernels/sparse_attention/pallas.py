@@ -1,0 +1,84 @@
+"""Sparse decode attention as Pallas kernels, at most two launches."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels.sparse_attention.op import sparse_attention
+from sparse_loop_jax.kernels.sparse_attention.pallas_gather import (
+    GatherConfig,
+    check_shapes,
+    choose_config,
+)
+from sparse_loop_jax.kernels.sparse_attention.pallas_kernel import attend_kernel, merge_kernel
+
+
+@sparse_attention.register("pallas")
+def sparse_attention_pallas(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    counts: jax.Array,
+    mass: jax.Array,
+    base: jax.Array,
+    *,
+    config: GatherConfig | None = None,
+) -> jax.Array:
+    """`sparse_attention` that reads each kept key once.
+
+    Args: as the reference, and
+      config: how the work is cut; None: chosen by `choose_config`.
+
+    Raises:
+      NotImplementedError: a head size or dtype that the kernels do not serve.
+    """
+    batch, rows, heads, dim = q.shape
+    check_shapes(dim, q=q, k_pool=k_pool, v_pool=v_pool)
+    if config is None:
+        config = choose_config(batch * rows * heads, positions.shape[3])
+    return _run(
+        q,
+        k_pool,
+        v_pool,
+        page_table,
+        positions,
+        counts.astype(jnp.int32),
+        mass,
+        base,
+        config=config,
+        interpret=pallas_triton.interpreting(),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def _run(q, k_pool, v_pool, page_table, positions, counts, mass, base, *, config, interpret):
+    batch, rows, heads, dim = q.shape
+    kv_heads = k_pool.shape[1]
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    stats = jax.ShapeDtypeStruct((batch, rows, heads, config.splits), jnp.float32)
+    acc = jax.ShapeDtypeStruct((*stats.shape, dim), jnp.float32)
+    pieces = pallas_triton.call(
+        functools.partial(attend_kernel, config=config),
+        grid=(rows * (heads // kv_heads), config.splits, batch * kv_heads),
+        out_shape=out if config.splits == 1 else (acc, stats, stats),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="sparse_attention",
+    )(q, k_pool, v_pool, page_table, positions, counts, mass, base)
+    if config.splits == 1:
+        return pieces
+    return pallas_triton.call(
+        functools.partial(merge_kernel, config=config),
+        grid=(heads, rows, batch),
+        out_shape=out,
+        num_warps=1,
+        interpret=interpret,
+        name="sparse_attention_merge",
+    )(*pieces, counts, mass, base)
