@@ -157,7 +157,7 @@ def test_chosen_cuts_follow_the_shape():
     chunk = choose_config((1, 2048, 16, 128), pool, 2048, jnp.bfloat16)
     assert one.splits > many.splits
     assert rows.splits == one.splits  # a verification cuts as decoding does
-    assert (one.block_rows, chunk.block_rows, chunk.splits) == (8, 128, 1)
+    assert (one.block_rows, chunk.block_rows, chunk.splits) == (8, 64, 1)
 
 
 @pytest.mark.parametrize(

@@ -63,20 +63,24 @@ def paged_attention_pallas(
 
 
 def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
-    """A configuration computed from shapes, for where nothing was measured."""
+    """A configuration computed from shapes, for where nothing was measured.
+
+    A verification is cut as a decode step of the same batch is, so that its rows give the
+    bits that decoding would give them.
+    """
     batch, rows, heads, _ = q_shape
     _, kv_heads, size, _ = pool_shape
     queries = rows * (heads // kv_heads)
-    block_rows = min(max(pl.next_power_of_2(queries), 8), 128)
+    block_rows = min(max(pl.next_power_of_2(queries), 8), 64)
     wide = jnp.dtype(dtype).itemsize == 4
     if queries > 32:
         return SplitConfig(
-            block_rows=min(block_rows, 32 if wide else 128),
+            block_rows=32 if wide else block_rows,
             block_keys=32 if wide else 64,
             splits=1,
             min_keys=64,
-            num_warps=8 if block_rows == 128 else 4,
-            num_stages=2,
+            num_warps=4,
+            num_stages=3,
         )
     # About a thousand programs fill the device a few times over, and a piece of fewer than
     # 128 keys is all start and end. A long context is cut anyway, for ragged batches.
