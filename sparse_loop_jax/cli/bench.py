@@ -7,7 +7,11 @@ import re
 
 HELP = "measure decoding on this machine, against the bytes it must move"
 
-_DEFAULT_CASES = {"decode": "1x1024,8x1024", "prefill": "1x8192"}
+_DEFAULT_CASES = {
+    "decode": "1x1024,8x1024",
+    "prefill": "1x8192",
+    "speculative": "1x1024,8x1024",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--cases", help="BATCHxTOKENS, comma separated")
     parser.add_argument("--retentions", default="", help="sparse runs too, e.g. 0.1,0.05")
-    parser.add_argument("--steps", type=int, default=32, help="decode steps in one timing")
+    parser.add_argument("--steps", type=int, default=32, help="steps or rounds in one timing")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--implementation", help='of the ops: "xla" or "pallas"')
     parser.add_argument("--no-peer", action="store_true", help="leave PyTorch out")
@@ -29,7 +33,15 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1 or args.repeats < 1:
         raise ValueError(f"steps and repeats must be >= 1, got {args.steps}, {args.repeats}")
 
-    from sparse_loop_jax.bench import decode, measure, model, report, torch_peer
+    from sparse_loop_jax.bench import (
+        decode,
+        measure,
+        model,
+        prefill,
+        report,
+        speculative,
+        torch_peer,
+    )
 
     if args.shape not in model.SHAPES:
         raise ValueError(f"shape must be one of {sorted(model.SHAPES)}, got {args.shape!r}")
@@ -42,8 +54,12 @@ def run(args: argparse.Namespace) -> int:
         rows = decode.bench_decode(
             config, cases, retentions=retentions, steps=args.steps, peer=peer, **options
         )
+    elif args.benchmark == "speculative":
+        rows = speculative.bench_speculative(
+            config, cases, retentions=retentions, steps=args.steps, **options
+        )
     else:
-        rows = decode.bench_prefill(config, cases, **options)
+        rows = prefill.bench_prefill(config, cases, **options)
     setup = measure.setup_info() | {"shape": args.shape, "dtype": args.dtype}
     report.print_table(f"bench {args.benchmark}", rows, setup)
     if args.json:

@@ -39,12 +39,26 @@ class RoundDriver:
     closed then and the error goes on.
 
     Use as a context manager, or call `close`.
+
+    Args:
+      params: the weights.
+      state: where to begin; belongs to the driver from now on.
+      max_outstanding: rounds submitted and not collected, at most.
+      step: what a round runs; None: `decode_step` or `speculative_step`, by the spec.
     """
 
-    def __init__(self, params: OuroParams, state: DecodeState, *, max_outstanding: int = 2):
+    def __init__(
+        self,
+        params: OuroParams,
+        state: DecodeState,
+        *,
+        max_outstanding: int = 2,
+        step: Callable[..., tuple[DecodeState, RoundOutput]] | None = None,
+    ):
         if max_outstanding < 1:
             raise ValueError(f"max_outstanding must be at least 1, got {max_outstanding}")
-        self._step = decode_step if state.spec.speculative is None else speculative_step
+        plain = state.spec.speculative is None
+        self._step = step or (decode_step if plain else speculative_step)
         self._params = params
         self._state: DecodeState | None = state
         self._none = references.no_lease(state)
