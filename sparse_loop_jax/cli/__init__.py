@@ -13,7 +13,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("generate", "convert", "inspect", "bench")
+COMMANDS = ("generate", "convert", "inspect", "evaluate", "bench")
 
 
 def build_parser() -> argparse.ArgumentParser:
