@@ -97,6 +97,72 @@ def test_the_full_product(gold, k, draft_loops, retention, budget):
     _check(gold, k, draft_loops, retention, budget)
 
 
+def _plain_with_margins(model, prompt, retention, tokens):
+    """Plain greedy decoding of one prompt: tokens, and each one's lead over the runner-up."""
+    params, state, first = slj.start(
+        model, [prompt], max_new_tokens=tokens, eos_token_id=[], sparse=_sparse(retention)
+    )
+    ids, margins, lease = [int(first[0])], [np.inf], slj.no_lease(state)
+    for _ in range(tokens - 1):
+        state, output = slj.decode_step(params, state, lease)
+        lease = output.lease
+        top = np.sort(np.asarray(output.logits[0, 0]))[-2:]
+        ids.append(int(output.tokens[0, 0]))
+        margins.append(float(top[1] - top[0]))
+    return ids, margins
+
+
+def _assert_equal_or_tied(got, want, margins, tolerance):
+    """Two greedy texts may part only where the choice was a near tie."""
+    for place, (a, b) in enumerate(zip(got, want, strict=True)):
+        if a != b:
+            assert margins[place] < tolerance, f"parted at {place}, margin {margins[place]}"
+            return
+
+
+@pytest.mark.parametrize("retention", [None, 0.25])
+@pytest.mark.parametrize("draft_loops", [1, 2])
+def test_in_bfloat16_texts_part_only_on_near_ties(load_gold, draft_loops, retention):
+    gold = load_gold("mha")
+    model = gold.model("bfloat16")
+    out = slj.generate(
+        model,
+        _prompts(gold),
+        max_new_tokens=32,
+        eos_token_id=[],
+        sparse=_sparse(retention),
+        speculative=slj.SpeculativeConfig(3, draft_loops),
+    )
+    for prompt, got in zip(_prompts(gold), out.token_ids, strict=True):
+        want, margins = _plain_with_margins(model, prompt, retention, 32)
+        # Products of one and of four rows round differently: by up to 0.1 of a logit in
+        # bfloat16, where logits reach 10.
+        _assert_equal_or_tied(got, want, margins, 0.25)
+
+
+def test_the_bundled_model_speculates_exactly(bundled_prompts):
+    model, prompts = bundled_prompts
+    options = {"max_new_tokens": 24, "eos_token_id": []}
+    for retention in (None, 0.1):
+        out = slj.generate(
+            model,
+            prompts,
+            sparse=_sparse(retention),
+            speculative=slj.SpeculativeConfig(3, 2),
+            **options,
+        )
+        for prompt, got in zip(prompts, out.token_ids, strict=True):
+            ids = model.tokenizer.encode(prompt).ids
+            want, margins = _plain_with_margins(model, ids, retention, 24)
+            _assert_equal_or_tied(got, want, margins, 1e-4)
+        assert out.stats.accepted > 0.4 * out.stats.drafted
+
+
+@pytest.fixture(scope="module")
+def bundled_prompts():
+    return slj.load(dtype="float32"), ["Once upon a time", "In the beginning God created the"]
+
+
 # Rejections ----------------------------------------------------------------------------
 
 

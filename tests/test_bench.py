@@ -1,0 +1,119 @@
+"""The benchmarks at toy size: their tables, their byte model, their refusals."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from sparse_loop_jax.bench import report
+from sparse_loop_jax.bench.model import SHAPES, state_at, step_bytes
+from sparse_loop_jax.bench.rounds import check_sparse, time_rounds
+from sparse_loop_jax.bench.speculative import round_bytes
+from sparse_loop_jax.cli import main
+from sparse_loop_jax.cli.bench import parse_cases
+from sparse_loop_jax.decoding import DecodeSpec, SpeculativeConfig
+from sparse_loop_jax.models import OURO_1_4B, Ouro
+from sparse_loop_jax.sparse import SparseDecodeConfig
+
+TINY = SHAPES["tiny"]
+
+
+def test_the_bytes_of_a_step_are_those_of_the_design():
+    # Ouro-1.4B: 9.87 GB of layers a step and 0.2 GB of head; 768 KiB of K/V a token.
+    assert step_bytes(OURO_1_4B, 1, 0, 2).weights == pytest.approx(9.87e9 + 0.2e9, rel=2e-3)
+    assert step_bytes(OURO_1_4B, 1, 1, 2).kv == 768 * 1024
+    # Two loops of four read a tenth: 2.2 / 4.
+    sparse, dense = (step_bytes(OURO_1_4B, 8, 8192, 2, r).kv for r in (0.1, 1.0))
+    assert sparse == pytest.approx(0.55 * dense)
+
+
+@pytest.mark.parametrize(
+    ("drafting", "retention", "weights", "kv"),
+    # Passes over the weights and the K/V of one loop, K = 3 (design, section 5).
+    [(2, 1.0, 10, 10), (1, 1.0, 7, 7), (2, 0.1, 10, 8.2), (1, 0.1, 7, 5.2)],
+)
+def test_the_bytes_of_a_round_are_those_of_the_design(drafting, retention, weights, kv):
+    spec = DecodeSpec(OURO_1_4B, speculative=SpeculativeConfig(3, drafting))
+    counted = round_bytes(OURO_1_4B, spec, 8, 1024, 2, retention)
+    plain = step_bytes(OURO_1_4B, 8, 1024, 2)
+    head = OURO_1_4B.vocab_size * OURO_1_4B.hidden_size * 2
+    assert (counted.weights - 4 * head) / (plain.weights - head) * 4 == pytest.approx(weights)
+    assert counted.kv / plain.kv * 4 == pytest.approx(kv)
+
+
+@pytest.mark.parametrize("speculative", [None, SpeculativeConfig(2, 1)])
+def test_a_state_at_a_context_decodes_from_there(speculative):
+    spec = DecodeSpec(TINY, speculative=speculative)
+    state = state_at(spec, 2, 40, jnp.float32, new_tokens=6)
+    assert state.position.tolist() == [39, 39]
+    pages = state.cache.page_table[:, :, :3].ravel().tolist()
+    assert len(set(pages)) == len(pages)
+    assert pages != sorted(pages)
+
+
+def test_a_sparse_run_that_ran_dense_is_no_result():
+    params = Ouro(TINY, rngs=0).params
+    sparse = DecodeSpec(TINY, sparse=SparseDecodeConfig(0.5).compiled_part)
+    timed = time_rounds(params, sparse, 1, 20, "float32", 0.5, rounds=2, repeats=1)
+    check_sparse(sparse, 1, timed.counters)
+    with pytest.raises(RuntimeError, match=r"should capture and consume \(4, 8\) rows"):
+        check_sparse(sparse, 2, timed.counters)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "columns"),
+    [
+        (
+            ["decode", "--retentions", "0.5", "--no-peer"],
+            {"ms/step", "of roofline", "vs dense"},
+        ),
+        (["speculative"], {"ms/round", "vs plain", "draft loops"}),
+        (["prefill"], {"seconds", "TFLOP/s"}),
+    ],
+)
+def test_the_commands_print_a_table_and_write_json(arguments, columns, tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    shared = "--shape tiny --dtype float32 --cases 1x20 --steps 2 --repeats 1 --json"
+    assert main(["bench", *arguments, *shared.split(), str(file)]) == 0
+    data = json.loads(file.read_text())[arguments[0]]
+    assert columns <= set(data["rows"][0])
+    assert data["setup"]["shape"] == "tiny"
+    assert "jax" in data["setup"]
+    printed = capsys.readouterr().out
+    assert all(column in printed for column in columns)
+
+
+def test_a_second_benchmark_goes_into_the_same_file(tmp_path):
+    file = tmp_path / "bench.json"
+    report.write_json(file, "a", [{"x": 1}], {})
+    report.write_json(file, "b", [{"x": 2}], {})
+    report.write_json(file, "a", [{"x": 3}], {})
+    data = json.loads(file.read_text())
+    assert {name: part["rows"][0]["x"] for name, part in data.items()} == {"a": 3, "b": 2}
+
+
+def test_cases_are_read():
+    assert parse_cases("1x1024, 8x64") == [(1, 1024), (8, 64)]
+
+
+@pytest.mark.parametrize("text", ["", "8", "8x", "0x5", "8x-1", "1x2,,3x4"])
+def test_malformed_cases_are_refused(text):
+    with pytest.raises(ValueError, match="cases are BATCHxTOKENS like 8x1024"):
+        parse_cases(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "huge"], "shape must be one of"),
+        (["--steps", "0"], "steps and repeats must be >= 1"),
+        (["--repeats", "0"], "steps and repeats must be >= 1"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, capsys):
+    assert main(["bench", "decode", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
