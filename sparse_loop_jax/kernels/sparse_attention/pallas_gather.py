@@ -5,8 +5,9 @@ their positions, the pages that hold them, then their K and V. The first two are
 ahead, so that the loads of K and V depend on nothing in flight and the pipeline that Triton
 builds for them stays full.
 
-The products of one row run on the matrix units, where a row is padded to 16: they have
-nothing else to do, and only loads that feed them are pipelined.
+The products of one row run on the matrix units, where a row is padded to 8: they have
+nothing else to do, and only loads that feed them are pipelined. Keys lie along the long axis
+of every tile: scores are `[keys, ROWS]` and sums of values `[dim, ROWS]`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from sparse_loop_jax.kernels.pallas_triton import load
 
-ROWS = 16  # of a product; the first one is real
+ROWS = 8  # of a product; the first one is real
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,28 +124,32 @@ def first_row(x):
 
 
 def only_row(x):
-    """The first row of `[ROWS, dim]`, or the first entry of `[ROWS]`."""
-    real = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) == 0
-    return jnp.sum(jnp.where(real, x, 0.0), axis=0)
+    """The first column of `[..., ROWS]`, float32."""
+    axis = x.ndim - 1
+    real = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) == 0
+    return jnp.sum(jnp.where(real, x, 0.0), axis=axis)
 
 
-def dot(a, b, axis: int):
-    """The columns of a against `axis` of b, summed in float32; float32 inputs stay float32."""
+def dot(a, b, axes: tuple[int, int]):
+    """Sums over an axis of a and one of b in float32; float32 inputs stay float32."""
     return jax.lax.dot_general(
         a,
         b,
-        (((1,), (axis,)), ((), ())),
+        (((axes[0],), (axes[1],)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
 
 
-def weigh(weights, v):
-    """Weights times values; what rounding the weights to the dtype of V loses is added."""
+def weigh(v, weights):
+    """Values `[dim, keys]` summed by weight `[keys, ROWS]`.
+
+    What rounding the weights to the dtype of V loses is added as a second term.
+    """
     high = weights.astype(v.dtype)
-    out = dot(high, v, 0)
+    out = dot(v, high, (1, 0))
     if v.dtype != jnp.float32:
-        out += dot((weights - high.astype(jnp.float32)).astype(v.dtype), v, 0)
+        out += dot(v, (weights - high.astype(jnp.float32)).astype(v.dtype), (1, 0))
     return out
 
 

@@ -63,20 +63,21 @@ def attend_kernel(
     def body(live, fetched, carry):
         page, token = fetched
         top, total, acc = carry
-        key = (page[:, None], kv_head, token[:, None], flat[None, :])
-        scores = dot(q, load(k_ref.at[key]).astype(dtype), 1) * scale
-        scores += jnp.where(live, 0.0, -jnp.inf)[None, :]
-        peak = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - peak[:, None])
+        k = load(k_ref.at[page[:, None], kv_head, token[:, None], flat[None, :]])
+        scores = dot(k.astype(dtype), q, (1, 1)) * scale
+        scores += jnp.where(live, 0.0, -jnp.inf)[:, None]
+        peak = jnp.maximum(top, jnp.max(scores, axis=0))
+        weights = jnp.exp2(scores - peak[None, :])
         keep = jnp.exp2(top - peak)
-        total = total * keep + jnp.sum(weights, axis=1)
-        acc = acc * keep[:, None] + weigh(weights, load(v_ref.at[key]).astype(dtype))
+        total = total * keep + jnp.sum(weights, axis=0)
+        v = load(v_ref.at[page[None, :], kv_head, token[None, :], flat[:, None]])
+        acc = acc * keep[None, :] + weigh(v.astype(dtype), weights)
         return peak, total, acc
 
     carry = (
         jnp.full((ROWS,), -jnp.inf, jnp.float32),
         jnp.zeros((ROWS,), jnp.float32),
-        jnp.zeros((ROWS, dim), jnp.float32),
+        jnp.zeros((dim, ROWS), jnp.float32),
     )
 
     def fetch(position):
