@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from safetensors import safe_open
 
 from sparse_loop_jax.kernels import Op
@@ -142,6 +144,18 @@ def gold_ops() -> dict[str, np.ndarray]:
 def gold_manifest() -> dict:
     """`manifest.json`: the cases of `ops.npz` and statistics of each run."""
     return json.loads((GOLD / "manifest.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def ascii_checkpoint(tmp_path_factory) -> Path:
+    """The golden model "mha" with a tokenizer: its 128 ids are the ASCII characters."""
+    path = tmp_path_factory.mktemp("ascii") / "checkpoint"
+    shutil.copytree(_gold("mha").directory, path)
+    vocabulary = {chr(i): i for i in range(128)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
 
 
 # Compilations --------------------------------------------------------------------------
