@@ -135,9 +135,10 @@ def test_in_bfloat16_texts_part_only_on_near_ties(load_gold, draft_loops, retent
     )
     for prompt, got in zip(_prompts(gold), out.token_ids, strict=True):
         want, margins = _plain_with_margins(model, prompt, retention, 32)
-        # Products of one and of four rows round differently: by up to 0.1 of a logit in
-        # bfloat16, where logits reach 10.
-        _assert_equal_or_tied(got, want, margins, 0.25)
+        # Products of one and of four rows round differently, and a kept key may change for
+        # its neighbour. Each run is within 0.45 of float32 (tests/gold/README.md), so two
+        # runs are within 0.9 of each other; logits reach 10.
+        _assert_equal_or_tied(got, want, margins, 0.9)
 
 
 def test_the_bundled_model_speculates_exactly(bundled_prompts):
