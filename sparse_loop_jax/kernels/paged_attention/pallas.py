@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,58 @@ def paged_attention_pallas(
     Raises:
       NotImplementedError: a head size, page size or dtype that the kernels do not serve.
     """
+    config = _serve(q, k_pool, v_pool, page_table, config)
+    return _run(
+        q,
+        k_pool,
+        v_pool,
+        page_table,
+        lengths,
+        config=config,
+        interpret=pallas_triton.interpreting(),
+    )
+
+
+class ScoredAttention(NamedTuple):
+    """The output of `paged_attention` and what it was made of."""
+
+    out: jax.Array  # [B, n, heads, head_dim] in the dtype of q
+    # float32 [B, n, heads, max_pages * page_size]: q k log2(e) / sqrt(head_dim); nothing is
+    # written at or past a row's length
+    scores: jax.Array
+    top: jax.Array  # float32 [B, n, heads]: the largest score
+    total: jax.Array  # float32 [B, n, heads]: the sum of exp2(scores - top)
+
+
+def scored_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: SplitConfig | None = None,
+) -> ScoredAttention:
+    """`paged_attention_pallas` that also leaves its scores; the output has the same bits.
+
+    Args and errors as there.
+    """
+    config = _serve(q, k_pool, v_pool, page_table, config)
+    out = _run(
+        q,
+        k_pool,
+        v_pool,
+        page_table,
+        lengths,
+        config=config,
+        interpret=pallas_triton.interpreting(),
+        scored=True,
+    )
+    return ScoredAttention(*out)
+
+
+def _serve(q, k_pool, v_pool, page_table, config: SplitConfig | None) -> SplitConfig:
+    """The configuration to run with, once it is known that the kernels serve the arguments."""
     dim, size = q.shape[-1], k_pool.shape[2]
     if dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim must be one of {HEAD_DIMS}, got {dim}")
@@ -51,15 +104,7 @@ def paged_attention_pallas(
     queries = q.shape[1] * (q.shape[2] // k_pool.shape[1])
     if config.splits > 1 and queries > config.block_rows:
         raise ValueError(f"{config} cuts the context and the {queries} queries: one at a time")
-    return _run(
-        q,
-        k_pool,
-        v_pool,
-        page_table,
-        lengths,
-        config=config,
-        interpret=pallas_triton.interpreting(),
-    )
+    return config
 
 
 def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
@@ -96,31 +141,49 @@ def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
-def _run(q, k_pool, v_pool, page_table, lengths, *, config: SplitConfig, interpret: bool):
+@functools.partial(jax.jit, static_argnames=("config", "interpret", "scored"))
+def _run(
+    q,
+    k_pool,
+    v_pool,
+    page_table,
+    lengths,
+    *,
+    config: SplitConfig,
+    interpret: bool,
+    scored: bool = False,
+):
     batch, rows, heads, dim = q.shape
     kv_heads, size = k_pool.shape[1:3]
-    queries = rows * (heads // kv_heads)
+    queries, span = rows * (heads // kv_heads), page_table.shape[1] * size
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    stats = jax.ShapeDtypeStruct((batch, kv_heads, config.splits, queries), jnp.float32)
-    acc = jax.ShapeDtypeStruct((*stats.shape, dim), jnp.float32)
+    piece = jax.ShapeDtypeStruct((batch, kv_heads, config.splits, queries), jnp.float32)
+    acc = jax.ShapeDtypeStruct((*piece.shape, dim), jnp.float32)
+    row = jax.ShapeDtypeStruct((batch, rows, heads), jnp.float32)
+    scores = jax.ShapeDtypeStruct((*row.shape, span), jnp.float32)
     whole = config.splits == 1
+    row_stats = (row, row) if scored else ()
     pieces = pallas_triton.call(
-        functools.partial(split_kernel, config=config),
+        functools.partial(split_kernel, config=config, scored=scored),
         grid=(kv_heads, -(-queries // config.block_rows) if whole else config.splits, batch),
-        out_shape=out if whole else (acc, stats, stats),
+        out_shape=(
+            *((out, *row_stats) if whole else (acc, piece, piece)),
+            *((scores,) if scored else ()),
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-        name="paged_attention",
+        name="scored_attention" if scored else "paged_attention",
     )(q, k_pool, v_pool, page_table, lengths)
     if whole:
-        return pieces
-    return pallas_triton.call(
-        functools.partial(merge_kernel, config=config, span=page_table.shape[1] * size),
-        grid=(kv_heads, queries, batch),
-        out_shape=out,
-        num_warps=4,
-        interpret=interpret,
-        name="paged_attention_merge",
-    )(*pieces, lengths)
+        out, *row_stats = pieces[:3] if scored else pieces
+    else:
+        out, *row_stats = pallas_triton.call(
+            functools.partial(merge_kernel, config=config, span=span),
+            grid=(kv_heads, queries, batch),
+            out_shape=(out, *row_stats),
+            num_warps=4,
+            interpret=interpret,
+            name="paged_attention_merge",
+        )(*pieces[:3], lengths)
+    return (out, pieces[-1], *row_stats) if scored else out

@@ -20,7 +20,7 @@ def merge_kernel(
     total_ref,  # float32 [B, kv_heads, splits, R], sum of the weights
     lengths_ref,  # int32 [B, n]
     out_ref,  # [B, n, heads, dim]
-    *,
+    *stats_refs,  # top and total float32 [B, n, heads] of the whole context, if asked for
     config: SplitConfig,
     span: int,
 ):
@@ -48,3 +48,6 @@ def merge_kernel(
     total = jnp.where(seen, jnp.sum(total * weights, axis=0), 1.0)
     out = jnp.where(seen, jnp.sum(acc * weights[:, None], axis=0) / total, 0.0)
     out_ref[b, row, lane, flat] = out.astype(out_ref.dtype)
+    if stats_refs:
+        stats_refs[0][b, row, lane] = peak
+        stats_refs[1][b, row, lane] = total

@@ -81,8 +81,11 @@ def split_kernel(
     *out_refs,  # out [B, n, heads, dim] where splits is 1, else
     #   acc float32 [B, kv_heads, splits, R, dim] with R = n * group,
     #   top and total float32 [B, kv_heads, splits, R]: the maximum of the base-2 scores and
-    #   the sum of the weights relative to it
+    #   the sum of the weights relative to it.
+    #   Where scored: top and total [B, n, heads] after out, and last scores float32
+    #   [B, n, heads, span], the base-2 scores of the keys that each row sees
     config: SplitConfig,
+    scored: bool = False,
 ):
     """Grid (kv_heads, splits or row blocks, B)."""
     head, b = pl.program_id(0), pl.program_id(2)
@@ -150,14 +153,20 @@ def split_kernel(
             page = load(table_ref.at[b, place >> (size.bit_length() - 1)])
             # An id past the pool has no page; any page is as good to read.
             page = jnp.clip(page, 0, pages - 1)[:, None]
-            index = (page, head, (place & (size - 1))[:, None], flat[None, :])
-            k = load(k_ref.at[index]).astype(dtype)
+            key = (page, head, (place & (size - 1))[:, None], flat[None, :])
+            k = load(k_ref.at[key]).astype(dtype)
             scores = _dot(k, q, 1, 1) if config.keys_first else _dot(q, k, 1, 1)
             visible = of_key(position < last)
             scores = scores * scale + jnp.where(visible, 0.0, -jnp.inf)
             if not shared:
                 visible = visible & (of_key(position) < of_row(limits))
                 scores = jnp.where(visible, scores, -jnp.inf)
+            if scored:
+                seen = of_key(position) < of_row(jnp.where(real, limits, 0))
+                # What a row does not see is written past the end: nowhere.
+                column = jnp.where(seen & of_key(position < last), of_key(position), span)
+                index = (b, of_row(row), of_row(lane), column)
+                store(out_refs[-1].at[index], scores, mask=column < span)
             peak = jnp.maximum(top, jnp.max(scores, axis=key_axis))
             # -inf minus -inf is nan: a row that has seen no key yet subtracts zero.
             shift = peak if shared else jnp.where(peak == -jnp.inf, 0.0, peak)
@@ -165,13 +174,13 @@ def split_kernel(
             keep = jnp.exp2(top - shift)
             total = total * keep + jnp.sum(weights, axis=key_axis)
             if config.keys_first:  # [dim, keys], so that nothing has to be transposed
-                index = (
+                key = (
                     page[:, 0][None, :],
                     head,
                     (place & (size - 1))[None, :],
                     flat[:, None],
                 )
-            v = load(v_ref.at[index]).astype(dtype)
+            v = load(v_ref.at[key]).astype(dtype)
             if not shared:
                 # Zero times NaN is NaN: what is not finite stays out of the product and
                 # comes back in the rows that see it.
@@ -209,15 +218,19 @@ def split_kernel(
 
     wide = jnp.broadcast_to(of_row(real), acc.shape)
     if whole:
-        (out_ref,) = out_refs
+        out_ref = out_refs[0]
         seen = limits > 0
         out = acc / of_row(jnp.where(seen, total, 1.0))
         out = jnp.where(of_row(seen), out, 0.0).astype(out_ref.dtype)
         # A padding row's index is past the end, so that it repeats no live one.
         place = of_row(jnp.where(real, row, rows)), of_row(lane)
         store(out_ref.at[(b, *place, of_key(flat))], out, mask=wide)
+        if scored:
+            place = (b, jnp.where(real, row, rows), lane)
+            store(out_refs[1].at[place], top, mask=real)
+            store(out_refs[2].at[place], total, mask=real)
     else:
-        acc_ref, top_ref, total_ref = out_refs
+        acc_ref, top_ref, total_ref = out_refs[:3]
 
         @pl.when(start < length)
         def _():
