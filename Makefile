@@ -54,7 +54,7 @@ format: $(READY)  ## format, and mend what can be mended
 	$(BIN)/ruff format .
 
 clean:  ## remove what was built and cached, not the environments
-	rm -rf build dist out .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist out .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -type d -prune -exec rm -rf {} +
 
 .PHONY: help setup demo test test-slow lint types format clean

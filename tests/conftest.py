@@ -26,6 +26,13 @@ from sparse_loop_jax.models import LayerParams, Ouro, OuroConfig, OuroParams
 # Silent broadcasting between ranks is the commonest way to get a plausible wrong number.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Most of the suite's time is compilation, of much the same programs in every process and
+# run. The environment variable of JAX, where set, decides.
+if not jax.config.jax_compilation_cache_dir:
+    _CACHE = Path(__file__).parent.parent / ".jax_cache"
+    jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
 # An example may compile a program: how long it takes says nothing. On a CI machine the
 # examples are the same at every run.
 hypothesis.settings.register_profile(
