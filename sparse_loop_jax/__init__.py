@@ -15,15 +15,29 @@ if TYPE_CHECKING:
         prefill,
         speculative_step,
     )
+    from sparse_loop_jax.engine import (
+        CacheConfig,
+        Engine,
+        MemoryPlan,
+        RequestOutput,
+        SamplingParams,
+        SchedulerConfig,
+    )
     from sparse_loop_jax.generation import GenerateOutput, StreamChunk, generate, start, stream
     from sparse_loop_jax.models import Ouro, OuroConfig, forward
     from sparse_loop_jax.sparse import SparseDecodeConfig, StaleLeaseError
 
 __all__ = [
+    "CacheConfig",
     "DecodeState",
+    "Engine",
     "GenerateOutput",
+    "MemoryPlan",
     "Ouro",
     "OuroConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
     "SparseDecodeConfig",
     "SpeculativeConfig",
     "StaleLeaseError",
@@ -43,10 +57,16 @@ __all__ = [
 # Where each public name lives. Imported on first use: `sparse-loop --help` does not wait for
 # JAX. A module of this package must not have the name of one of these.
 _HOMES = {
+    "CacheConfig": "engine",
     "DecodeState": "decoding",
+    "Engine": "engine",
     "GenerateOutput": "generation",
+    "MemoryPlan": "engine",
     "Ouro": "models",
     "OuroConfig": "models",
+    "RequestOutput": "engine",
+    "SamplingParams": "engine",
+    "SchedulerConfig": "engine",
     "SparseDecodeConfig": "sparse",
     "SpeculativeConfig": "decoding",
     "StaleLeaseError": "sparse",

@@ -7,6 +7,7 @@ dense state's lease is of no slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -191,17 +192,16 @@ def close_round(
     return state, output
 
 
-@jax.jit
-def _retire(state: DecodeState, lease: ReferenceLease) -> DecodeState:
-    if state.store is None:
-        return state
-    store, _ = reference_store.release(state.store, lease)
-    return dataclasses.replace(state, store=store)
+@functools.partial(jax.jit, donate_argnames=("store",))
+def _retire(store: SparseDecodeReferenceStore, lease: ReferenceLease):
+    return reference_store.release(store, lease)[0]
 
 
 def retire(state: DecodeState, lease: ReferenceLease) -> DecodeState:
-    """The state with the lease's slots free, outside of a round."""
-    return _retire(state, lease)
+    """The state with the lease's slots free, outside of a round. Its store is donated."""
+    if state.store is None:
+        return state
+    return dataclasses.replace(state, store=_retire(state.store, lease))
 
 
 def no_counters(state: DecodeState) -> RoundCounters:

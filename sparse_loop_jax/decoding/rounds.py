@@ -17,7 +17,6 @@ from sparse_loop_jax.decoding.steps import decode_step
 from sparse_loop_jax.models.params import OuroParams
 from sparse_loop_jax.sparse import store as reference_store
 
-
 _T = TypeVar("_T")
 
 
@@ -148,6 +147,21 @@ class RoundDriver:
             raise
         self._retired.append(output.lease)
         return Round(tokens, count, counters)
+
+    def retire(self) -> None:
+        """Frees the slots of the collected rounds now, and not with the next submission.
+
+        Raises:
+          RuntimeError: the driver is closed.
+        """
+        state = self.state
+        try:
+            while self._retired:
+                state = references.retire(state, self._retired.popleft())
+        except BaseException:
+            self.close()
+            raise
+        self._state = state
 
     def drain(self) -> DecodeState:
         """Drops outstanding rounds unread, retires every lease, and returns the state."""

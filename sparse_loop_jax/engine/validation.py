@@ -1,0 +1,80 @@
+"""From what a caller asked to a `Request`, or one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparse_loop_jax.decoding.config import DecodeSpec
+from sparse_loop_jax.engine.config import SamplingParams
+from sparse_loop_jax.engine.request import Request
+from sparse_loop_jax.engine.sizing import Sizing
+from sparse_loop_jax.generation.inputs import make_requests
+from sparse_loop_jax.generation.options import is_int
+from sparse_loop_jax.models.ouro import Ouro
+
+
+def make_request(
+    model: Ouro,
+    sizing: Sizing,
+    spec: DecodeSpec,
+    request_id: str,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    *,
+    priority: int,
+    arrival: int,
+) -> Request:
+    """Checks a request against the model and an engine's sizes.
+
+    Raises:
+      ValueError: as documented at `Engine.add_request`.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, got {params!r}")
+    if not is_int(priority):
+        raise ValueError(f"priority must be an integer, got {priority!r}")
+    for token in params.stop_token_ids:
+        if token >= model.config.vocab_size:
+            raise ValueError(
+                f"stop_token_ids has {token}, which is not a token id below "
+                f"{model.config.vocab_size}"
+            )
+    ids = make_requests(model, [prompt], 1, [])[0].prompt
+    needed = len(ids) + params.max_tokens - 1
+    numbers = f"{len(ids)} prompt tokens and max_tokens {params.max_tokens}"
+    if needed > sizing.max_context:
+        raise ValueError(
+            f"{numbers} need a context of {needed} tokens and this engine serves "
+            f"{sizing.max_context}: lower max_tokens, or raise max_context or num_pages"
+        )
+    blocks = sizing.blocks_for(needed)
+    if blocks > sizing.num_blocks:
+        raise ValueError(
+            f"{numbers} need {blocks * sizing.loops} pages and the pool has "
+            f"{sizing.num_blocks * sizing.loops}: lower max_tokens, or raise num_pages"
+        )
+    eos = () if params.ignore_eos else model.config.eos_token_ids
+    stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+    if len(stop_ids) > sizing.max_stop_ids:
+        raise ValueError(
+            f"the request has {len(stop_ids)} stop tokens and the engine takes "
+            f"{sizing.max_stop_ids}: raise max_stop_ids of the SchedulerConfig"
+        )
+    threshold = params.exit_threshold
+    if threshold is None:
+        threshold = model.config.early_exit_threshold
+    if threshold < 1.0 and (spec.sparse is not None or spec.speculative is not None):
+        raise ValueError(
+            f"exit_threshold {threshold} leaves early, but sparse and speculative decoding run "
+            "every loop: pass exit_threshold=1.0"
+        )
+    return Request(
+        request_id,
+        ids,
+        params,
+        stop_ids=stop_ids,
+        exit_threshold=float(threshold),
+        priority=int(priority),
+        arrival=arrival,
+        tokenizer=model.tokenizer,
+    )
