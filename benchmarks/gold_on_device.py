@@ -3,7 +3,8 @@
     python benchmarks/gold_on_device.py [pallas|xla|triton ...]
 
 Prints a line a run and fails if any differs. Matrix products run at the highest precision,
-since the golden runs are float32.
+since the golden runs are float32. Then two rounds are submitted under a guard that forbids
+reads from the device (which guards nothing on the CPU).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 import sparse_loop_jax as slj
+from sparse_loop_jax.decoding import RoundDriver
 
 GOLD = Path(__file__).parent.parent / "tests" / "gold"
 
@@ -57,7 +59,28 @@ def main(implementations: list[str]) -> int:
                         flush=True,
                     )
     print(f"{wrong} runs differ from the golden tokens")
+    submit_under_guard()
     return 1 if wrong else 0
+
+
+def submit_under_guard() -> None:
+    """Submits two sparse speculative rounds with reads forbidden, then reads them."""
+    model = slj.load(GOLD / "mha")
+    options = {
+        "max_new_tokens": 32,
+        "eos_token_id": [],
+        "outstanding_rounds": 2,
+        "sparse": slj.SparseDecodeConfig(key_retention=0.1),
+        "speculative": slj.SpeculativeConfig(3, 2),
+    }
+    prompts = [list(range(1, 30)), list(range(5, 60))]
+    params, state, _ = slj.start(model, prompts, **options)
+    with RoundDriver(params, state) as driver:
+        with jax.transfer_guard_device_to_host("disallow"):
+            driver.submit()
+            driver.submit()
+        counts = [driver.collect().count.tolist() for _ in range(2)]
+    print(f"two rounds submitted with reads forbidden; they emitted {counts}")
 
 
 def _golden_tokens(name: str, dense, retention: float | None) -> list[list[int]]:
