@@ -6,10 +6,11 @@ python -m sparse_loop_jax.evaluate.plots EVALUATION.json --out FOLDER [--bench B
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +40,31 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+def _styled(plot: Callable[..., Figure]) -> Callable[..., Figure]:
+    """Draws in this module's style, writes the figure to `path`, and hands it out."""
+
+    @functools.wraps(plot)
+    def draw(content: Any, path: str | Path) -> Figure:
+        require_matplotlib()
+        import matplotlib
+
+        with matplotlib.rc_context(_STYLE):
+            figure = plot(content)
+            # No dates and versions, so that the same numbers give the same file.
+            figure.savefig(path, dpi=160, metadata={"Software": None})
+        return figure
+
+    return draw
+
+
 def require_matplotlib() -> None:
     """Raises ValueError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plots need matplotlib: pip install 'sparse-loop-jax[plots]'")
 
 
-def plot_quality(result: Evaluation, path: str | Path) -> None:
+@_styled
+def plot_quality(result: Evaluation) -> Figure:
     """Perplexity, KL, agreement and answers, and retained mass against retention.
 
     Raises:
@@ -66,10 +85,11 @@ def plot_quality(result: Evaluation, path: str | Path) -> None:
             else:
                 axis.axis("off")
     figure.suptitle(f"What retention costs: {_subject(result)}", x=0.01, ha="left")
-    _save(figure, path)
+    return figure
 
 
-def plot_mass(result: Evaluation, path: str | Path) -> None:
+@_styled
+def plot_mass(result: Evaluation) -> Figure:
     """Heat maps of the kept keys' mass, layer by loop, a panel for each sparse retention."""
     rows = result["attention"]
     retentions = sorted({r["retention"] for r in rows}, reverse=True)
@@ -121,10 +141,11 @@ def plot_mass(result: Evaluation, path: str | Path) -> None:
         f"Attention mass of the keys that loop {loops[0]} kept, in each loop's own softmax",
         x=0.01, ha="left",
     )  # fmt: skip
-    _save(figure, path)
+    return figure
 
 
-def plot_positions(result: Evaluation, path: str | Path) -> None:
+@_styled
+def plot_positions(result: Evaluation) -> Figure:
     """KL, retained mass and attention error against the keys that a row saw."""
     rows = [r for r in result["positions"] if r["retention"] < 1.0]
     figure, axes = _figure((9.6, 3.3), 1, 3)
@@ -151,10 +172,11 @@ def plot_positions(result: Evaluation, path: str | Path) -> None:
     axes[0][2].set_ylim(bottom=0)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", title="keys kept")
-    _save(figure, path)
+    return figure
 
 
-def plot_speed(bench: dict, path: str | Path) -> None:
+@_styled
+def plot_speed(bench: dict) -> Figure:
     """Milliseconds a decode step against context, with the least that its bytes allow.
 
     Args:
@@ -201,7 +223,7 @@ def plot_speed(bench: dict, path: str | Path) -> None:
         ", ".join(str(setup[k]) for k in ("device", "shape", "dtype") if k in setup),
         x=0.01, ha="left",
     )  # fmt: skip
-    _save(figure, path)
+    return figure
 
 
 def _perplexity(axis: Axes, text: list[Row] | None) -> None:
@@ -255,14 +277,13 @@ def _mass(axis: Axes, text: list[Row] | None) -> None:
     rows = [r for r in text or [] if "mass" in r]
     if not rows:
         return
-    x = [r["retention"] for r in rows]
-    axis.plot(x, [r["mass"] for r in rows], marker="o", color=_LOOPS[0], label="captured loop")
+    # All keys have all of the mass.
+    x = [1.0, *(r["retention"] for r in rows)]
+    lines = {"mass": "in the loop that chose them"}
     later = [k for k in rows[0] if k.startswith("mass in loop ")]
-    for colour, name in zip(_LOOPS[1:], later, strict=False):
-        axis.plot(
-            x, [r[name] for r in rows], marker="o", color=colour,
-            label=name.removeprefix("mass in "),
-        )  # fmt: skip
+    lines |= {name: name.removeprefix("mass ") for name in later}
+    for colour, (name, label) in zip(_LOOPS, lines.items(), strict=False):
+        axis.plot(x, [1.0, *(r[name] for r in rows)], marker="o", color=colour, label=label)
     axis.set_title("attention mass of the kept keys")
     axis.set_ylim(top=1.01)
     axis.legend(loc="lower left")
@@ -278,22 +299,10 @@ def _retention_axis(axis: Axes, retentions: Sequence[float]) -> None:
 
 
 def _figure(size: tuple[float, float], rows: int, columns: int, **options):
-    require_matplotlib()
-    import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, **options)
-    return figure, axes
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    import matplotlib
-
-    with matplotlib.rc_context(_STYLE):
-        # No dates and versions, so that the same numbers give the same file.
-        figure.savefig(path, dpi=160, metadata={"Software": None})
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def _ramp(count: int) -> list:
