@@ -63,7 +63,7 @@ def capture_attention_xla(
     scores = row_scores(q, k_pool, page_table, lengths)  # [B, n, heads, S]
     lead = scores.shape[:-1]
     span = scores.shape[-1]
-    ranked = _favour(scores, lengths, counts, sink_keys, recent_keys)
+    ranked = favour(scores, lengths, counts, sink_keys, recent_keys)
     positions = select_keys(
         ranked,
         jnp.broadcast_to(jnp.minimum(lengths, span)[..., None], lead),
@@ -121,7 +121,7 @@ def selected_probabilities(
     return jnp.where(kept, jnp.exp(chosen - top) / jnp.where(total == 0, 1, total), 0)
 
 
-def _favour(scores, lengths, counts, sink_keys: int, recent_keys: int):
+def favour(scores, lengths, counts, sink_keys: int, recent_keys: int):
     """Scores with the sinks and the recent keys that fit the count raised to +inf."""
     if not sink_keys and not recent_keys:
         return scores

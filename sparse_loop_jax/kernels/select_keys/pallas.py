@@ -35,6 +35,25 @@ def select_keys_pallas(
       config: how a row is laid out; None: chosen by `choose_config`.
     """
     validate(scores, lengths, counts, capacity, index_dtype)
+    return select_rows(
+        scores, lengths, counts, capacity=capacity, index_dtype=index_dtype, config=config
+    )
+
+
+def select_rows(
+    scores: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    *,
+    capacity: int,
+    index_dtype,
+    config: SelectConfig | None = None,
+) -> jax.Array:
+    """`select_keys_pallas` where neighbouring rows may share a length and a count.
+
+    Args: as there, unchecked, but lengths and counts of a shape that begins as that of the
+      rows; each serves all rows of the axes that it lacks.
+    """
     lead, span = scores.shape[:-1], scores.shape[-1]
     if scores.size == 0:
         return jnp.zeros((*lead, capacity), index_dtype)

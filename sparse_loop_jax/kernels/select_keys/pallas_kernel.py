@@ -62,8 +62,8 @@ class SelectConfig:
 
 def select_kernel(
     scores_ref,  # float32 [R, span]
-    lengths_ref,  # int32 [R]
-    counts_ref,  # int32 [R]
+    lengths_ref,  # int32 [R / rows that share one]
+    counts_ref,  # int32, as lengths
     out_ref,  # uint16 or uint32 [R, capacity]
     *,
     config: SelectConfig,
@@ -72,8 +72,9 @@ def select_kernel(
     """Grid (R,)."""
     row = pl.program_id(0)
     span, capacity = scores_ref.shape[1], out_ref.shape[1]
-    length = jnp.clip(lengths_ref[row], 0, span)
-    count = jnp.clip(counts_ref[row], 0, jnp.minimum(length, capacity))
+    share = jax.lax.div(row, _i32(scores_ref.shape[0] // lengths_ref.shape[0]))
+    length = jnp.clip(lengths_ref[share], 0, span)
+    count = jnp.clip(counts_ref[share], 0, jnp.minimum(length, capacity))
     warps = config.num_warps
     keys, positions = _read(scores_ref, row, 0, length, warps, config.groups)
     stretch = REST_GROUPS * warps * GROUP

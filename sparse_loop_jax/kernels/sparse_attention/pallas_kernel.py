@@ -51,7 +51,7 @@ def attend_kernel(
     head = kv_head * (heads // kv_heads) + lane
     index = (b, row, head)
 
-    count = counts_ref[b, row]
+    count = jnp.minimum(counts_ref[b, row], positions_ref.shape[3])
     share = piece_keys(count, config)
     start = piece * share
     end = jnp.minimum(start + share, count)
@@ -71,7 +71,7 @@ def attend_kernel(
         keep = jnp.exp2(top - peak)
         total = total * keep + jnp.sum(weights, axis=0)
         v = load(v_ref.at[page[None, :], kv_head, token[None, :], flat[:, None]])
-        acc = acc * keep[None, :] + weigh(v.astype(dtype), weights)
+        acc = acc * keep[None, :] + weigh(v.astype(dtype), weights, terms=2)
         return peak, total, acc
 
     carry = (

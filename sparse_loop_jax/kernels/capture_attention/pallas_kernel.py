@@ -1,0 +1,115 @@
+"""Mass and values of the kept keys of a captured row: the kernels."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from sparse_loop_jax.kernels.pallas_triton import load, store
+from sparse_loop_jax.kernels.sparse_attention.pallas_gather import (
+    ROWS,
+    GatherConfig,
+    only_row,
+    over_kept,
+    piece_keys,
+    place,
+    weigh,
+)
+
+
+def weigh_kernel(
+    v_ref,  # [pages, kv_heads, page_size, dim]
+    table_ref,  # int32 [B, max_pages]
+    positions_ref,  # uint16 or uint32 [B, n, heads, capacity]
+    lengths_ref,  # int32 [B, n]
+    counts_ref,  # int32 [B, n]
+    scores_ref,  # float32 [B, n, heads, span], base 2
+    top_ref,  # float32 [B, n, heads]
+    total_ref,  # float32 [B, n, heads]
+    kept_ref,  # float32 [B, n, heads, dim], or [B, n, heads, splits, dim] where splits > 1
+    mass_ref,  # float32, as kept without dim
+    *,
+    config: GatherConfig,
+):
+    """Grid (n * group, splits, B * kv_heads): sums of `p_j` and `p_j V_j` over kept keys."""
+    rows, heads, capacity = positions_ref.shape[1:]
+    pages, kv_heads, size, dim = v_ref.shape
+    x, piece, z = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row, lane = jax.lax.rem(x, jnp.int32(rows)), jax.lax.div(x, jnp.int32(rows))
+    b, kv_head = jax.lax.div(z, jnp.int32(kv_heads)), jax.lax.rem(z, jnp.int32(kv_heads))
+    head = kv_head * (heads // kv_heads) + lane
+    index = (b, row, head)
+
+    count = _kept_count(lengths_ref, counts_ref, b, row, capacity)
+    share = piece_keys(count, config)
+    start = piece * share
+    end = jnp.minimum(start + share, count)
+    flat = jax.lax.iota(jnp.int32, dim)
+    top, total = top_ref[index], total_ref[index]
+    first = jax.lax.broadcasted_iota(jnp.int32, (1, ROWS), 1) == 0
+
+    def fetch(position):
+        score = load(scores_ref.at[(*index, position)])
+        return *place(table_ref, b, position, size, pages), score
+
+    def body(live, fetched, carry):
+        page, token, score = fetched
+        mass, acc = carry
+        weights = jnp.where(live, jnp.exp2(score - top) / total, 0.0)
+        v = load(v_ref.at[page[None, :], kv_head, token[None, :], flat[:, None]])
+        # The result stays float32, unlike that of an attention: so do the weights.
+        acc += weigh(v, jnp.where(first, weights[:, None], 0.0), terms=3)
+        return mass + weights, acc
+
+    carry = (
+        jnp.zeros((config.block_keys,), jnp.float32),
+        jnp.zeros((dim, ROWS), jnp.float32),
+    )
+    limit = scores_ref.shape[3]
+    mass, acc = over_kept(positions_ref, index, start, end, limit, config, fetch, body, carry)
+    mass, kept = jnp.sum(mass, axis=0), only_row(acc)
+    if config.splits == 1:
+        store(kept_ref.at[(*index, flat)], kept)
+        mass_ref[index] = mass
+    else:
+
+        @pl.when(start < count)
+        def _():
+            store(kept_ref.at[(*index, piece, flat)], kept)
+            mass_ref[(*index, piece)] = mass
+
+
+def sum_kernel(
+    kept_pieces_ref,  # float32 [B, n, heads, splits, dim]
+    mass_pieces_ref,  # float32 [B, n, heads, splits]
+    lengths_ref,  # int32 [B, n]
+    counts_ref,  # int32 [B, n]
+    kept_ref,  # float32 [B, n, heads, dim]
+    mass_ref,  # float32 [B, n, heads]
+    *,
+    config: GatherConfig,
+    capacity: int,
+):
+    """Grid (heads, n, B): adds up the pieces of `weigh_kernel`."""
+    head, row, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    index = (b, row, head)
+    count = _kept_count(lengths_ref, counts_ref, b, row, capacity)
+    piece = jax.lax.iota(jnp.int32, pl.next_power_of_2(config.splits))
+    flat = jax.lax.iota(jnp.int32, kept_ref.shape[3])
+    # Pieces past the end were never written.
+    live = (piece < config.splits) & (piece * piece_keys(count, config) < count)
+    mass = load(mass_pieces_ref.at[(*index, piece)], mask=live, other=0)
+    kept = load(
+        kept_pieces_ref.at[(*index, piece[:, None], flat[None, :])],
+        mask=jnp.broadcast_to(live[:, None], (piece.shape[0], flat.shape[0])),
+        other=0,
+    )
+    store(kept_ref.at[(*index, flat)], jnp.sum(kept, axis=0))
+    mass_ref[index] = jnp.sum(mass, axis=0)
+
+
+def _kept_count(lengths_ref, counts_ref, b, row, capacity: int):
+    """How many keys `select_keys` kept of the row."""
+    most = jnp.minimum(jnp.maximum(lengths_ref[b, row], 0), capacity)
+    return jnp.clip(counts_ref[b, row], 0, most)
