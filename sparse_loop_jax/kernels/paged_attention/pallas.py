@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -9,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels import pallas_triton, tuning
 from sparse_loop_jax.kernels.paged_attention.op import paged_attention
 from sparse_loop_jax.kernels.paged_attention.pallas_merge import merge_kernel
 from sparse_loop_jax.kernels.paged_attention.pallas_split import SplitConfig, split_kernel
 
 HEAD_DIMS = (16, 32, 64, 128)
+# Queries that share a page, beyond which it is a prefill, cut by queries and not by keys.
+FEW_QUERIES = 32
 
 
 @paged_attention.register("pallas")
@@ -34,7 +37,7 @@ def paged_attention_pallas(
     whatever the rest of its batch holds, and at every repeat.
 
     Args: as the reference, and
-      config: how the work is cut; None: chosen by `choose_config`.
+      config: how the work is cut; None: `find_config`'s.
 
     Raises:
       NotImplementedError: a head size, page size or dtype that the kernels do not serve.
@@ -100,11 +103,33 @@ def _serve(q, k_pool, v_pool, page_table, config: SplitConfig | None) -> SplitCo
         if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise NotImplementedError(f"{name} must be a float of 2 or 4 bytes: {array.dtype}")
     if config is None:
-        config = choose_config(q.shape, k_pool.shape, page_table.shape[1], q.dtype)
+        config = find_config(q.shape, k_pool.shape, page_table.shape[1], q.dtype)
     queries = q.shape[1] * (q.shape[2] // k_pool.shape[1])
     if config.splits > 1 and queries > config.block_rows:
         raise ValueError(f"{config} cuts the context and the {queries} queries: one at a time")
     return config
+
+
+def find_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
+    """The configuration measured for these shapes, else what `choose_config` computes.
+
+    Of the measured ones too, only `block_rows` depends on the number of rows.
+    """
+    computed = choose_config(q_shape, pool_shape, max_pages, dtype)
+    batch, rows, heads, dim = q_shape
+    _, kv_heads, size, _ = pool_shape
+    if rows * (heads // kv_heads) > FEW_QUERIES:
+        return computed
+    return tuning.tuned(
+        "paged_attention",
+        functools.partial(dataclasses.replace, computed),
+        batch=batch,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        head_dim=dim,
+        length=max_pages * size,
+        dtype=dtype,
+    )
 
 
 def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
@@ -118,7 +143,7 @@ def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
     queries = rows * (heads // kv_heads)
     block_rows = min(max(pl.next_power_of_2(queries), 8), 64)
     wide = jnp.dtype(dtype).itemsize == 4
-    if queries > 32:
+    if queries > FEW_QUERIES:
         return SplitConfig(
             block_rows=32 if wide else block_rows,
             block_keys=32 if wide else 64,

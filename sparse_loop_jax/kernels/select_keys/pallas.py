@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels import pallas_triton, tuning
 from sparse_loop_jax.kernels.select_keys.op import select_keys
 from sparse_loop_jax.kernels.select_keys.pallas_kernel import GROUP, SelectConfig, select_kernel
 from sparse_loop_jax.kernels.select_keys.xla import validate
@@ -32,7 +33,8 @@ def select_keys_pallas(
     Longer rows read what lies beyond once more for each step of their search.
 
     Args: as the reference, and
-      config: how a row is laid out; None: chosen by `choose_config`.
+      config: how a row is laid out; None: the one measured for these shapes, else
+        that of `choose_config`.
     """
     validate(scores, lengths, counts, capacity, index_dtype)
     return select_rows(
@@ -57,22 +59,26 @@ def select_rows(
     lead, span = scores.shape[:-1], scores.shape[-1]
     if scores.size == 0:
         return jnp.zeros((*lead, capacity), index_dtype)
+    if config is None:
+        make = functools.partial(choose_config, span)
+        config = tuning.tuned("select_keys", make, rows=math.prod(lead), length=span)
     out = _run(
         scores.reshape(-1, span),
         lengths.reshape(-1).astype(jnp.int32),
         counts.reshape(-1).astype(jnp.int32),
         capacity=capacity,
         index_dtype=jnp.dtype(index_dtype),
-        config=choose_config(span) if config is None else config,
+        config=config,
         interpret=pallas_triton.interpreting(),
     )
     return out.reshape(*lead, capacity)
 
 
-def choose_config(span: int) -> SelectConfig:
-    """A layout for rows of `span` scores, as measured on an H200."""
+def choose_config(span: int, num_warps: int | None = None) -> SelectConfig:
+    """A layout for rows of `span` scores; None: as many warps as were good on an H200."""
     keys = min(span, RESIDENT)
-    num_warps = min(max(pl.next_power_of_2(keys) // (8 * GROUP), 1), 16)
+    if num_warps is None:
+        num_warps = min(max(pl.next_power_of_2(keys) // (8 * GROUP), 1), 16)
     groups = pl.next_power_of_2(pl.cdiv(keys, num_warps * GROUP))
     return SelectConfig(num_warps=num_warps, groups=groups)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels import pallas_triton, tuning
 from sparse_loop_jax.kernels.sparse_attention.op import sparse_attention
 from sparse_loop_jax.kernels.sparse_attention.pallas_gather import (
     GatherConfig,
@@ -33,7 +34,8 @@ def sparse_attention_pallas(
     """`sparse_attention` that reads each kept key once.
 
     Args: as the reference, and
-      config: how the work is cut; None: chosen by `choose_config`.
+      config: how the work is cut; None: the one measured for these shapes,
+        else that of `choose_config`.
 
     Raises:
       NotImplementedError: a head size or dtype that the kernels do not serve.
@@ -41,7 +43,17 @@ def sparse_attention_pallas(
     batch, rows, heads, dim = q.shape
     check_shapes(dim, q=q, k_pool=k_pool, v_pool=v_pool)
     if config is None:
-        config = choose_config(batch * rows * heads, positions.shape[3])
+        computed = choose_config(batch * rows * heads, positions.shape[3])
+        config = tuning.tuned(
+            "sparse_attention",
+            functools.partial(dataclasses.replace, computed),
+            batch=batch,
+            rows=rows,
+            heads=heads,
+            head_dim=dim,
+            length=positions.shape[3],
+            dtype=k_pool.dtype,
+        )
     return _run(
         q,
         k_pool,

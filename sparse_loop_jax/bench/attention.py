@@ -1,0 +1,307 @@
+"""`sparse-loop bench attention`: dense, select, capture and consume, each against the bytes.
+
+One layer in one loop, random data, permuted pages. How calls are timed is in `chain`: a
+call's output is the next one's query. Two ops need one more small kernel to be chained, which
+is in their times: the counts of a selection, and O_ref - C_ref of a capture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_loop_jax.bench import measure
+from sparse_loop_jax.bench.chain import Chain, sets_for
+from sparse_loop_jax.bench.report import Row
+from sparse_loop_jax.kernels.capture_attention import capture_attention
+from sparse_loop_jax.kernels.paged_attention import paged_attention
+from sparse_loop_jax.kernels.registry import Op, recording
+from sparse_loop_jax.kernels.select_keys import select_keys
+from sparse_loop_jax.kernels.sparse_attention import sparse_attention
+from sparse_loop_jax.kernels.workloads import AttentionWorkload, PagedInputs, paged_inputs
+
+# Largest norm of an error over the norm of the reference, of any row and head.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Of a run.
+
+    Attributes:
+      implementation: of the ops; None: the platform's order.
+      seconds, repeats: of one timing; its number of samples.
+    """
+
+    implementation: str | None = None
+    seconds: float = 0.03
+    repeats: int = 5
+
+
+def bench_attention(
+    workloads: list[AttentionWorkload],
+    *,
+    retentions: list[float] = [],  # noqa: B006 - not mutated
+    options: Options = Options(),
+    peer: Mapping[tuple[int, int], float] | None = None,
+) -> list[Row]:
+    """A row per workload and op; the sparse ops once for each retention.
+
+    The bytes of a row are the fewest that its op can read: K and V once per request for dense
+    and capture, the scores for select, and for consume the kept K and V of every row and head
+    with their positions, as if rows and heads shared nothing.
+
+    Args:
+      workloads: those of one batch and context with fewer rows first.
+      peer: seconds of another system's dense attention of one row, by (batch, context).
+
+    Raises:
+      RuntimeError: a result is not that of the reference, or a sparse one is the dense one.
+    """
+    peak = measure.bandwidth()
+    one_row: dict[tuple, float] = {}
+    rows = []
+    for workload in workloads:
+        case = (workload.batch, workload.context)
+        sparse = [dataclasses.replace(workload, retention=r) for r in retentions]
+        fewest = min((w.kept_bytes for w in sparse), default=workload.dense_bytes)
+        inputs = paged_inputs(workload, sets=sets_for(min(fewest, workload.dense_bytes)))
+        dense = _dense(workload, inputs, options)
+        timed = [("dense", workload, dense)]
+        for w in sparse:
+            timed += [
+                ("select", w, _select(w, options)),
+                ("capture", w, _capture(w, inputs, options)),
+                ("consume", w, _consume(w, inputs, options)),
+            ]
+        for op, w, result in timed:
+            seconds = result.timing and result.timing.median
+            first = one_row.setdefault((op, *case, w.retention), seconds) if seconds else None
+            against = peer.get(case) if peer and op == "dense" and w.rows == 1 else None
+            rows.append(
+                {
+                    "op": op,
+                    "batch": w.batch,
+                    "context": w.context,
+                    "rows": w.rows,
+                    "retention": w.retention,
+                    "us": seconds and seconds * 1e6,
+                    "MB": result.nbytes / 1e6,
+                    "of bandwidth": seconds and result.nbytes / peak / seconds,
+                    "vs dense": _ratio(seconds, dense.timing and dense.timing.median),
+                    "vs fewest rows": _ratio(seconds, first),
+                    "vs torch": _ratio(against, seconds),
+                    "error": result.error,
+                    "sparse rows": result.sparse_rows,
+                    "served by": result.served,
+                    "spread": result.timing and result.timing.spread,
+                }
+            )
+        del inputs
+    return rows
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    served: str  # the implementation's name
+    nbytes: int
+    timing: measure.Timing | None = None  # None where nothing fast serves
+    error: float | None = None
+    sparse_rows: int | None = None  # rows whose result is not the dense one
+
+
+class _Bound:
+    """An op with its options, and who serves it."""
+
+    def __init__(self, op: Op, options: Options, **keywords):
+        self.op, self.keywords, self.options = op, keywords, options
+
+    def __call__(self, *args):
+        return self.op(*args, implementation=self.options.implementation, **self.keywords)
+
+    def reference(self, *args):
+        keywords = dict(self.keywords)
+        if "dense_implementation" in keywords:
+            keywords["dense_implementation"] = "xla"
+        return jax.jit(functools.partial(self.op, implementation="xla", **keywords))(*args)
+
+    def served(self, *args) -> str:
+        """The implementation's name, or "none"; found by tracing."""
+        try:
+            with recording() as served:
+                jax.eval_shape(self, *args)
+        except NotImplementedError:
+            return "none"
+        except ValueError:
+            if self.options.implementation in self.op.implementations:
+                raise
+            return "none"
+        return served[self.op.name]
+
+    def worth_timing(self, served: str) -> bool:
+        """The references take what they take, and far too much memory, at a GPU's sizes."""
+        asked = self.options.implementation == served
+        return served != "none" and (asked or served != "xla" or jax.default_backend() == "cpu")
+
+
+def _run(bound: _Bound, chain: Chain, args: tuple, nbytes: int, check) -> _Result:
+    """Times a chain and checks one call; `check(out)` gives the other fields of a result."""
+    served = bound.served(*args)
+    if not bound.worth_timing(served):
+        return _Result(served, nbytes)
+    options = bound.options
+    found = check(jax.jit(bound.__call__)(*args))
+    timing = chain.time(seconds=options.seconds, repeats=options.repeats)
+    return _Result(served, nbytes, timing, **found)
+
+
+def _dense(w: AttentionWorkload, inputs: PagedInputs, options: Options) -> _Result:
+    bound = _Bound(paged_attention, options)
+
+    def step(q, shared, table):
+        k_pool, v_pool, lengths = shared
+        return bound(q, k_pool, v_pool, table, lengths)
+
+    shared = inputs.k_pool, inputs.v_pool, inputs.lengths
+    chain = Chain(step, inputs.q, shared, inputs.tables, w.dense_bytes)
+
+    def check(out):
+        args = inputs.args()
+        return {"error": _check(w, "dense", out, bound, args, requests=(0, 3, 4))}
+
+    return _run(bound, chain, inputs.args(), w.dense_bytes, check)
+
+
+def _select(w: AttentionWorkload, options: Options) -> _Result:
+    bound = _Bound(select_keys, options, **_selection(w))
+    sets = sets_for(w.scores_bytes)
+    shape = (w.batch, w.rows, w.heads, w.span)
+    scores = [jax.random.normal(jax.random.key(i), shape) for i in range(sets)]
+    lengths, counts = (jnp.broadcast_to(x[..., None], shape[:3]) for x in _counts(w))
+
+    def step(counts, lengths, scores):
+        positions = bound(scores, lengths, counts)
+        return jnp.minimum(counts, counts + positions[..., 0].astype(jnp.int32))
+
+    chain = Chain(step, counts, lengths, scores, w.scores_bytes)
+    args = (scores[0], lengths, counts)
+
+    def check(out):
+        want = bound.reference(*(x[-1:] for x in args))
+        return {"error": _demand(w, "select", float(jnp.mean(out[-1:] != want)), 0.0)}
+
+    return _run(bound, chain, args, w.scores_bytes, check)
+
+
+def _capture(w: AttentionWorkload, inputs: PagedInputs, options: Options) -> _Result:
+    bound = _Bound(
+        capture_attention,
+        options,
+        dense_implementation=options.implementation,
+        **_selection(w),
+    )
+    counts = _counts(w)[1]
+
+    def step(q, shared, table):
+        k_pool, v_pool, lengths, counts = shared
+        got = bound(q, k_pool, v_pool, table, lengths, counts)
+        # Everything that was captured is used, or the compiler would leave it out.
+        rest = got.mass[..., None] + got.positions[..., :1].astype(jnp.float32)
+        return (got.out.astype(jnp.float32) - got.kept + 1e-20 * rest).astype(q.dtype)
+
+    shared = inputs.k_pool, inputs.v_pool, inputs.lengths, counts
+    chain = Chain(step, inputs.q, shared, inputs.tables, w.dense_bytes)
+    args = (*inputs.args(), counts)
+
+    def check(got):
+        want = bound.reference(*_request(args, (0, 3, 4, 5), w.batch - 1))
+        pairs = (got.out, want.out), (got.kept, want.kept), (got.mass, want.mass)
+        errors = [_error(a[-1:], b) for a, b in pairs]
+        return {"error": _demand(w, "capture", max(errors), TOLERANCE[w.dtype])}
+
+    return _run(bound, chain, args, w.dense_bytes, check)
+
+
+def _consume(w: AttentionWorkload, inputs: PagedInputs, options: Options) -> _Result:
+    bound = _Bound(sparse_attention, options)
+    counts = _counts(w)[1]
+    selections = [_selection_inputs(w, i, options) for i in range(len(inputs.tables))]
+
+    def step(q, shared, item):
+        k_pool, v_pool, counts = shared
+        table, (positions, mass, base) = item
+        return bound(q, k_pool, v_pool, table, positions, counts, mass, base)
+
+    shared = inputs.k_pool, inputs.v_pool, counts
+    items = list(zip(inputs.tables, selections, strict=True))
+    chain = Chain(step, inputs.q, shared, items, w.kept_bytes)
+    positions, mass, base = selections[0]
+    args = (*inputs.args()[:4], positions, counts, mass, base)
+
+    def check(out):
+        error = _check(w, "consume", out, bound, args, requests=(0, 3, 4, 5, 6, 7))
+        dense = jax.jit(_Bound(paged_attention, options).__call__)(*inputs.args())
+        differs = int(jnp.sum(jnp.any(out != dense, axis=(2, 3))))
+        if differs != w.batch * w.rows:
+            raise RuntimeError(f"{w.name}: only {differs} rows of consume are not dense ones")
+        return {"error": error, "sparse_rows": differs}
+
+    return _run(bound, chain, args, w.kept_bytes, check)
+
+
+def _selection(w: AttentionWorkload) -> dict[str, Any]:
+    index = jnp.uint16 if w.span <= 1 << 16 else jnp.uint32
+    return {"capacity": w.capacity, "index_dtype": index}
+
+
+def _counts(w: AttentionWorkload) -> tuple[jax.Array, jax.Array]:
+    """Lengths and kept keys of each row, int32 `[B, n]`."""
+    lengths = w.context + jnp.arange(1 - w.rows, 1, dtype=jnp.int32)
+    lengths = jnp.broadcast_to(lengths, (w.batch, w.rows))
+    return lengths, jnp.minimum(lengths, w.kept)
+
+
+def _selection_inputs(w: AttentionWorkload, seed: int, options: Options):
+    """Positions of a random selection, a mass and a base, as a capture would leave them."""
+    shape = (w.batch, w.rows, w.heads, w.span)
+    keys = jax.random.split(jax.random.key(100 + seed))
+    lengths, counts = (jnp.broadcast_to(x[..., None], shape[:3]) for x in _counts(w))
+    select = _Bound(select_keys, options, **_selection(w))
+    positions = jax.jit(select.__call__)(jax.random.normal(keys[0], shape), lengths, counts)
+    base = 0.01 * jax.random.normal(keys[1], (*shape[:3], w.head_dim))
+    return positions, jnp.full(shape[:3], 0.3, jnp.float32), base
+
+
+def _check(w, op: str, out, bound: _Bound, args: tuple, requests: tuple[int, ...]) -> float:
+    """The error of the last request against the reference on it alone."""
+    want = bound.reference(*_request(args, requests, w.batch - 1))
+    return _demand(w, op, _error(out[-1:], want), TOLERANCE[w.dtype])
+
+
+def _request(args: tuple, of_requests: tuple[int, ...], b: int) -> tuple:
+    """Arguments of one request; the pools are everyone's."""
+    return tuple(x[b : b + 1] if i in of_requests else x for i, x in enumerate(args))
+
+
+def _error(out, want) -> float:
+    """The largest relative error of a row and head; infinite where one is not a number."""
+    out, want = (np.asarray(x, np.float64) for x in (out, want))
+    norm = np.linalg.norm(want, axis=-1)
+    gap = np.linalg.norm(out - want, axis=-1) / np.where(norm == 0, 1, norm)
+    return float(gap.max()) if np.isfinite(gap).all() else float("inf")
+
+
+def _demand(w: AttentionWorkload, op: str, error: float, most: float) -> float:
+    if not error <= most:
+        raise RuntimeError(f"{w.name}: {op} is off by {error:.2g}, more than {most:g}")
+    return error
