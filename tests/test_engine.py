@@ -45,14 +45,14 @@ def make_engine(model):
 
 
 def _prompts(count, seed, shared=0):
-    """Distinct prompts of 1 to 70 tokens; every third begins with the same `shared` ones."""
+    """Distinct prompts of up to 88 tokens; every third begins with the same `shared` ones."""
     rng = np.random.default_rng(seed)
     beginning = rng.integers(1, 128, shared).tolist()
-    return [
-        (beginning if i % 3 == 0 else [])
-        + [int(rng.integers(1, 128)), i % 128, *rng.integers(1, 128, int(rng.integers(0, 69)))]
-        for i in range(count)
-    ]
+    prompts = []
+    for i in range(count):
+        own = [*divmod(i, 128), *rng.integers(1, 128, int(rng.integers(0, 46)))]
+        prompts.append(beginning + own if i % 3 == 0 else own)
+    return prompts
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +312,7 @@ def test_longer_requests_widen_tables_and_store(make_engine, monkeypatch):
     with make_engine("sparse", scheduler={"max_context": 512}) as engine:
         narrow = store(engine).capacity
         engine.add_request(*short)
+        told = []
         while len(engine._requests["short"].tokens) < 8:
             told = engine.step()
         assert store(engine).capacity == narrow
