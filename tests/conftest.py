@@ -28,7 +28,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Most of the suite's time is compilation, of much the same programs in every process and
 # run. The environment variable of JAX, where set, decides.
-if not jax.config.jax_compilation_cache_dir:
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _CACHE = Path(__file__).parent.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
