@@ -246,6 +246,41 @@ def test_sampled_requests_draw_alike_however_they_decode(
     _check_sampled(make_engine, model, greedy, prompts, kind)
 
 
+@pytest.mark.slow
+def test_leaving_early_chooses_what_generate_chooses(make_engine, model, greedy, prompts):
+    early = slj.generate(
+        model, prompts[:2], max_new_tokens=12, eos_token_id=[], exit_threshold=0.3, page_size=8
+    ).token_ids
+    whole = greedy(prompts, "dense")[:2]
+    assert early[0] != whole[0][:12]
+    with make_engine(scheduler={"max_prefill_tokens": 32}) as engine:
+        outputs = engine.run(
+            (f"{i}{t}", prompts[i], slj.SamplingParams(12, ignore_eos=True, exit_threshold=t))
+            for i in range(2)
+            for t in (0.3, None)
+        )
+    assert [o.token_ids for o in outputs] == [early[0], whole[0][:12], early[1], whole[1][:12]]
+
+
+@pytest.mark.slow
+def test_adaptive_drafting_survives_preemption(model, make_engine, greedy):
+    """The history of a request's drafts goes out and comes back with its pages."""
+    prompts = _prompts(24, seed=9)
+    want = greedy(prompts, "dense")
+    engine = slj.Engine(
+        model,
+        cache=slj.CacheConfig(num_pages=4 * 16, page_size=8),
+        scheduler=slj.SchedulerConfig(max_num_seqs=4, max_context=CONTEXT),
+        speculative=slj.SpeculativeConfig(3, 2, adaptive=True),
+    )
+    params = slj.SamplingParams(max_tokens=MOST, ignore_eos=True)
+    with engine:
+        outputs = engine.run((str(i), p, params) for i, p in enumerate(prompts))
+        assert engine.metrics()["preemptions"] > 0
+        _assert_drained(engine)
+    assert [o.token_ids for o in outputs] == want
+
+
 # Pages ---------------------------------------------------------------------------------
 
 

@@ -183,10 +183,11 @@ class Executor:
         size = self.sizes.rows * (1 + -(-self._spec.rows // self.sizes.page_size))
         for first in range(0, max(len(entries), 1 if len(killed) else 0), size):
             row = np.full(size, self.sizes.rows, np.int32)
-            place, block = np.zeros(size, np.int32), np.zeros(size, np.int32)
-            for i, entry in enumerate(entries[first : first + size]):
-                row[i], place[i], block[i] = entry
-            edit = (row, place, block)
+            place = np.zeros(size, np.int32)
+            pages = np.zeros((size, self.sizing.loops), np.int32)
+            for i, (r, p, block) in enumerate(entries[first : first + size]):
+                row[i], place[i], pages[i] = r, p, self._pages(block)
+            edit = (row, place, pages)
             self.driver.edit(
                 lambda state, edit=edit: (device.edit_rows(state, edit, kill), None)
             )
@@ -252,9 +253,14 @@ class Executor:
         blocks = request.blocks[: self.sizing.blocks_for(request.position)]
         for first in range(0, len(blocks), _SWAP_BLOCKS):
             padded = np.full((_SWAP_BLOCKS, loops), self.sizes.num_blocks * loops, np.int32)
-            some = np.asarray(blocks[first : first + _SWAP_BLOCKS], np.int32)[:, None]
-            padded[: len(some)] = some * loops + np.arange(loops, dtype=np.int32)[None]
+            for i, block in enumerate(blocks[first : first + _SWAP_BLOCKS]):
+                padded[i] = self._pages(block)
             yield padded.ravel()
+
+    def _pages(self, block: int) -> np.ndarray:
+        """The pages of a block, by loop."""
+        loops = self.sizing.loops
+        return block * loops + np.arange(loops, dtype=np.int32)
 
     def _describe(
         self, data: device.RowData, i: int, request: Request, *, position: int, token: int
