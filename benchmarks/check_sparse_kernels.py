@@ -1,0 +1,260 @@
+"""Checks the kernels of sparse decoding on the device at hand, then times them.
+
+    python benchmarks/check_sparse_kernels.py            # a CUDA device; minutes
+    python benchmarks/check_sparse_kernels.py --small    # anywhere, interpreted: does it run
+
+Prints a line per check and ends with status 1 if any failed. What it covers that the tests on
+the CPU cannot: the compiled kernels, contexts of up to 65,536 keys, pools of more than 2^31
+elements, and that capturing leaves the bits of the dense output alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from check_kernels import PAGE, TOLERANCE, Case, Report, error, make_case
+
+from sparse_loop_jax.bench import measure
+from sparse_loop_jax.bench.attention import Options, bench_attention
+from sparse_loop_jax.bench.report import print_table
+from sparse_loop_jax.kernels.capture_attention import capture_attention
+from sparse_loop_jax.kernels.capture_attention.xla import selected_probabilities
+from sparse_loop_jax.kernels.paged_attention import paged_attention
+from sparse_loop_jax.kernels.paged_attention.pallas import scored_attention
+from sparse_loop_jax.kernels.select_keys import select_keys
+from sparse_loop_jax.kernels.sparse_attention import sparse_attention
+from sparse_loop_jax.kernels.sparse_attention.xla import gather_keys
+from sparse_loop_jax.kernels.workloads import AttentionWorkload
+
+RETENTIONS = (None, 0.02, 0.1, 0.5, 1.0)  # None: a single key
+SPANS = (1, 5, 127, 1000, 4096, 8200, 32768, 40000, 65536)
+# Query heads per kv head, head size, dtype, rows of a request.
+CASES = (
+    (1, 128, "bfloat16", 1),
+    (1, 128, "bfloat16", 4),
+    (4, 128, "bfloat16", 4),
+    (8, 64, "bfloat16", 1),
+    (1, 64, "float32", 4),
+    (4, 32, "float32", 1),
+    (8, 16, "float32", 1),
+)
+LENGTHS = (0, 1, 2, 17, 300, 5000, 32768)
+# Of a mass, absolutely: scores of bfloat16 keys are exact products, summed in some order.
+MASS = 2e-5
+# By how much a true score that is not kept may exceed a kept one: rounding of the scores.
+SCORE = 1e-4
+WORKLOADS = ((32, 32768, 1), (8, 8192, 1), (1, 32768, 1), (8, 8192, 4), (8, 16384, 4))
+
+
+def kept_count(length: int, retention: float | None) -> int:
+    share = 1 if retention is None else math.ceil(length * retention)
+    return min(length, max(1, share))
+
+
+def sorted_selection(scores: np.ndarray, count: int) -> np.ndarray:
+    """Positions of the `count` largest: NaN last, equal ones by position."""
+    missing = np.isnan(scores)
+    order = np.lexsort((np.arange(len(scores)), -np.where(missing, 0, scores), missing))
+    return np.sort(order[:count])
+
+
+def awkward_rows(span: int) -> np.ndarray:
+    """Rows of scores on which selections have gone wrong elsewhere."""
+    rng = np.random.default_rng(span)
+    rows = rng.standard_normal((14, span)).astype(np.float32)
+    rows[1] = np.round(rows[1] * 2) / 2  # thousands of equal scores
+    rows[2] = 1.0
+    rows[3] = np.where(rows[3] > 0, 0.0, -0.0)
+    rows[4, ::3] = np.nan
+    rows[5, ::3] = -np.nan
+    rows[6] = np.nan
+    rows[7, ::2] = np.inf
+    rows[8, 1::2] = -np.inf
+    rows[9] = -65504 - np.abs(rows[9]) * 100
+    rows[10] *= 1e-42  # denormal
+    rows[11] *= 1e36
+    rows[12] = np.arange(span)
+    rows[13, 0] = 1e5  # one key far above the rest, as an attention sink is
+    return rows
+
+
+def check_selection(report: Report, small: bool) -> None:
+    for span in (n for n in SPANS if not small or n < 1000):
+        rows = awkward_rows(span)
+        for short in (0, 3):
+            length = max(span - short, 1)
+            wrong = []
+            for retention in RETENTIONS:
+                count = kept_count(length, retention)
+                out = select_keys(
+                    jnp.asarray(rows),
+                    jnp.full(len(rows), length, jnp.int32),
+                    jnp.full(len(rows), count, jnp.int32),
+                    capacity=span,
+                    implementation="pallas",
+                )
+                for i, (row, got) in enumerate(zip(rows, np.asarray(out), strict=True)):
+                    want = np.zeros(span, np.int64)
+                    want[:count] = sorted_selection(row[:length], count)
+                    if not np.array_equal(got, want):
+                        wrong.append((i, count))
+            report(f"select {length} of {span}", not wrong, f"row, count: {wrong[:5]}")
+
+
+def capture(case: Case, counts, capacity: int):
+    return capture_attention(
+        *case.args, counts, capacity=capacity, dense_implementation="pallas",
+        implementation="pallas",
+    )  # fmt: skip
+
+
+def check_capture(report: Report, name: str, case: Case, counts, capacity: int):
+    """The capture, once its parts are found right."""
+    q, _, v_pool, table, lengths = case.args
+    out = capture(case, counts, capacity)
+    dense = paged_attention(*case.args, implementation="pallas")
+    same = np.array_equal(out.out, dense) or jax.default_backend() != "gpu"
+    report(f"{name}: the dense bits", same)
+    scores = scored_attention(*case.args).scores
+    host_scores, host_positions = np.asarray(scores), np.asarray(out.positions)
+    host_lengths, host_counts = np.asarray(lengths), np.asarray(counts)
+    wrong = 0
+    for b, i, h in np.ndindex(scores.shape[:3]):
+        if h % 5 == 0:
+            count = int(host_counts[b, i])
+            want = sorted_selection(host_scores[b, i, h, : host_lengths[b, i]], count)
+            wrong += not np.array_equal(host_positions[b, i, h, :count], want)
+    report(f"{name}: selection", wrong == 0, f"{wrong} rows")
+
+    visible = jnp.arange(scores.shape[3]) < lengths[..., None, None]
+    kept = jnp.arange(capacity) < counts[..., None, None]
+    exact = jnp.where(visible, reference_scores(q, case.k, scores.shape[3]), -jnp.inf)
+    weights = selected_probabilities(exact, out.positions, kept)
+    values = gather_keys(v_pool, table, out.positions, kept).astype(jnp.float32)
+    want = jnp.einsum("bnhc,bnhcd->bnhd", weights, values, precision="highest")
+    gap = error(out.kept, want)
+    report(f"{name}: kept values", gap < TOLERANCE["float32"], f"error {gap:.1e}")
+    gap = float(jnp.abs(out.mass - weights.sum(axis=-1)).max())
+    report(f"{name}: mass", gap < MASS, f"off by {gap:.1e}")
+    chosen = jnp.where(kept, out.positions.astype(jnp.int32), scores.shape[3])
+    dropped = jnp.put_along_axis(exact, chosen, -jnp.inf, axis=-1, inplace=False, mode="drop")
+    lowest = jnp.where(kept, jnp.take_along_axis(exact, chosen, -1, mode="clip"), jnp.inf)
+    gap = float(jnp.max(dropped.max(axis=-1) - lowest.min(axis=-1)))
+    report(f"{name}: the largest true scores", gap < SCORE, f"passed over by {gap:.1e}")
+    return out
+
+
+@jax.jit
+def consume_reference(q, k_pool, v_pool, table, positions, counts, mass, base):
+    """In float32, one request at a time."""
+
+    def one(args):
+        q, table, positions, counts, mass, base = (x[None] for x in args)
+        kept = jnp.arange(positions.shape[3]) < counts[..., None, None]
+        k, v = (
+            gather_keys(pool, table, positions, kept).astype(jnp.float32)
+            for pool in (k_pool, v_pool)
+        )
+        q = q.astype(jnp.float32) * q.shape[-1] ** -0.5
+        scores = jnp.einsum("bnhd,bnhcd->bnhc", q, k, precision="highest")
+        weights = jax.nn.softmax(jnp.where(kept, scores, -jnp.inf), axis=-1)
+        mean = jnp.einsum("bnhc,bnhcd->bnhd", weights, v, precision="highest")
+        out = base + mass[..., None] * mean
+        return jnp.where(counts[..., None, None] > 0, out, 0)[0]
+
+    return jax.lax.map(one, (q, table, positions, counts, mass, base))
+
+
+def check_consume(report: Report, name: str, case: Case, counts, captured, dtype: str) -> None:
+    q, k_pool, v_pool, table, _ = case.args
+    base = captured.out.astype(jnp.float32) - captured.kept
+    q = jnp.roll(q, 1, axis=-1)  # the queries of another loop
+    args = (q, k_pool, v_pool, table, captured.positions, counts, captured.mass, base)
+    want = consume_reference(*args)
+
+    def run(**changes):
+        names = ("q", "k", "v", "table", "positions", "counts", "mass", "base")
+        changed = [changes.get(n, a) for n, a in zip(names, args, strict=True)]
+        return sparse_attention(*changed, implementation="pallas")
+
+    out = run()
+    gap = error(out, want)
+    report(f"{name}: consume", gap < TOLERANCE[dtype], f"error {gap:.1e}")
+    report(f"{name}: repeats", np.array_equal(run(), out))
+    mutations = {
+        "mass left out": run(mass=jnp.ones_like(captured.mass)),
+        "C_ref not subtracted": run(base=captured.out.astype(jnp.float32)),
+        "another row's positions": run(positions=jnp.roll(captured.positions, 1, axis=2)),
+        "one key too few": run(counts=jnp.maximum(counts - 1, 0)),
+        "zeros": jnp.zeros_like(out),
+    }
+    missed = [key for key, value in mutations.items() if error(value, want) < TOLERANCE[dtype]]
+    report(f"{name}: mutations", not missed, ", ".join(missed))
+
+
+def reference_scores(q, k, span: int):
+    """Scaled float32 scores `[B, n, heads, span]`."""
+    batch, rows, heads, dim = q.shape
+    grouped = q.astype(jnp.float32).reshape(batch, rows, k.shape[2], -1, dim)
+    k = k.astype(jnp.float32)
+    scores = jnp.einsum("bnkgd,bskd->bnkgs", grouped, k, precision="highest") * dim**-0.5
+    scores = scores.reshape(batch, rows, heads, -1)
+    return jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (0, span - scores.shape[3])))
+
+
+def check_attention(report: Report, small: bool) -> None:
+    for group, dim, dtype, rows in CASES[-2:] if small else CASES:
+        length = np.array([n for n in LENGTHS if not small or n < 100])[:, None]
+        length = np.maximum(length - np.arange(rows)[::-1], 0)
+        case = make_case(length, 16, 16 // group, dim, dtype)
+        for retention in (0.1, 1.0) if small else RETENTIONS:
+            counts = np.vectorize(lambda n, r=retention: kept_count(int(n), r))(length)
+            name = f"group {group} dim {dim} {dtype} {rows} rows r {retention or '1/N'}"
+            counts = jnp.asarray(counts, jnp.int32)
+            captured = check_capture(report, name, case, counts, int(counts.max()))
+            if retention == 0.1:
+                check_consume(report, name, case, counts, captured, dtype)
+
+
+def check_large_pool(report: Report, small: bool) -> None:
+    pages = 600 if small else 262_144
+    case = make_case(np.array([[40], [700]]), 16, 16, 128, "bfloat16", pages=pages)
+    counts = jnp.array([[4], [70]], jnp.int32)
+    name = f"pool of {pages} pages"
+    captured = check_capture(report, name, case, counts, 70)
+    check_consume(report, name, case, counts, captured, "bfloat16")
+
+
+def time_kernels(small: bool) -> None:
+    """Each op against the bytes that it has to read and against dense attention."""
+    shapes = ((2, 4 * PAGE, 1), (1, 2 * PAGE, 4)) if small else WORKLOADS
+    rows = bench_attention(
+        [AttentionWorkload(batch=b, context=c, rows=n) for b, c, n in shapes],
+        retentions=[0.1],
+        options=Options(implementation="pallas"),
+    )
+    print_table("sparse kernels, retention 0.1", rows, measure.setup_info())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Checks the sparse kernels on this device.")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, anywhere")
+    parser.add_argument("--no-times", action="store_true", help="only the checks")
+    options = parser.parse_args()
+    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
+    report = Report()
+    for check in (check_selection, check_large_pool, check_attention):
+        check(report, options.small)
+    print(f"{len(report.failed)} failed" if report.failed else "all passed")
+    if not options.no_times:
+        time_kernels(options.small)
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
