@@ -1,8 +1,9 @@
-"""The peer of the decode step: what an engineer gets from plain PyTorch.
+"""The peer of a decode step and of its attention: what one gets from plain PyTorch.
 
-Fused projections, scaled-dot-product attention over a contiguous cache, `torch.compile` of
-the layer, and the whole step in one CUDA graph. Random weights. Run as a program, because
-the two frameworks should not share a device at the same time:
+A step has fused projections, scaled-dot-product attention over a contiguous cache,
+`torch.compile` of the layer, and is one CUDA graph as a whole. Attention alone is a graph of
+calls one after the other, over several caches. Random weights. Run as a program, because the
+two frameworks should not share a device at the same time:
 
     python -m sparse_loop_jax.bench.torch_peer '{"batch": 8, "context": 1024, ...}'
 """
@@ -11,10 +12,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import time
 from typing import Any
+
+from sparse_loop_jax.bench import chain
+from sparse_loop_jax.kernels.workloads import AttentionWorkload
 
 
 def peer_seconds(
@@ -24,8 +29,6 @@ def peer_seconds(
 
     None where torch or a CUDA device is missing. A case that fails is left out.
     """
-    if importlib.util.find_spec("torch") is None:
-        return None
     request = {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
@@ -34,10 +37,38 @@ def peer_seconds(
         "inter": config.intermediate_size,
         "vocab": config.vocab_size,
         "loops": config.total_ut_steps,
-        "cases": cases,
     }
+    return _ask(request, cases, timeout)
+
+
+def attention_seconds(
+    workload: AttentionWorkload, cases: list[tuple[int, int]], timeout: float = 120
+) -> dict[tuple[int, int], float] | None:
+    """Seconds of scaled-dot-product attention of one row at each (batch, context).
+
+    Heads and dtype are those of `workload`; the cache is contiguous. Otherwise as
+    `peer_seconds`.
+    """
+    request = {
+        "attention": True,
+        "heads": workload.heads,
+        "kv_heads": workload.kv_heads,
+        "dim": workload.head_dim,
+        "dtype": workload.dtype,
+        "cold_bytes": chain.COLD_BYTES,
+        "max_sets": chain.MAX_SETS,
+        "min_calls": chain.MIN_CALLS,
+    }
+    return _ask(request, cases, timeout)
+
+
+def _ask(
+    request: dict[str, Any], cases: list[tuple[int, int]], timeout: float
+) -> dict[tuple[int, int], float] | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
     done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(request)],
+        [sys.executable, "-m", __name__, json.dumps(request | {"cases": cases})],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -61,7 +92,7 @@ def _main(request: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("torch has no CUDA device")
     torch.manual_seed(0)
-    model = _Model(torch, request)
+    model = (_Attention if request.get("attention") else _Model)(torch, request)
     results = {}
     for batch, context in request["cases"]:
         try:
@@ -70,6 +101,59 @@ def _main(request: dict[str, Any]) -> None:
             continue
         torch.cuda.empty_cache()
     print(json.dumps(results))
+
+
+class _Attention:
+    def __init__(self, torch, r: dict[str, Any]):
+        self.torch, self.r = torch, r
+
+    def seconds(self, batch: int, context: int, repeats: int = 5) -> float:
+        """Median seconds of a call, of graphs that take about 30 ms together."""
+        torch, r = self.torch, self.r
+        options = {"device": "cuda", "dtype": getattr(torch, r["dtype"])}
+        shape = (batch, r["kv_heads"], context, r["dim"])
+        q = torch.randn((batch, r["heads"], 1, r["dim"]), **options)
+        nbytes = 2 * math.prod(shape) * q.element_size()
+        sets = min(max(-(-r["cold_bytes"] // nbytes), 1), r["max_sets"])
+        caches = [[torch.randn(shape, **options) for _ in range(2)] for _ in range(sets)]
+        turns = -(-r["min_calls"] // sets)
+        gqa = {"enable_gqa": True} if r["kv_heads"] != r["heads"] else {}
+
+        def calls():
+            out = q
+            for k, v in caches * turns:
+                out = torch.nn.functional.scaled_dot_product_attention(out, k, v, **gqa)
+
+        with torch.inference_mode():
+            replay = _graph(torch, calls)
+            guess = sets * turns * (nbytes / 3e12 + 10e-6)
+            return _median(torch, replay, max(int(0.03 / guess), 1), repeats) / (sets * turns)
+
+
+def _graph(torch, step):
+    """A function that replays `step` as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _median(torch, replay, count: int, repeats: int) -> float:
+    """Median seconds of one of `count` replays; the first repeat is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            replay()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / count)
+    return sorted(times[1:])[repeats // 2]
 
 
 class _Model:
@@ -149,23 +233,7 @@ class _Model:
             token.copy_(torch.nn.functional.linear(x, self.head).argmax(-1))
 
         with torch.inference_mode():
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    step()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            times = []
-            for _ in range(repeats + 1):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(steps):
-                    graph.replay()
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - start) / steps)
-        return sorted(times[1:])[repeats // 2]
+            return _median(torch, _graph(torch, step), steps, repeats)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 
-HELP = "measure decoding on this machine, against the bytes it must move"
+HELP = "measure decoding and its attention, against the bytes they must move; tune kernels"
 
 _DEFAULT_CASES = {
+    "attention": "1x1024,8x1024,32x2048,4x8192,8x8192,8x16384,1x32768,32x32768",
     "decode": "1x1024,8x1024",
     "prefill": "1x8192",
     "speculative": "1x1024,8x1024",
+    "tune": "",  # the workloads tagged so
 }
 
 
@@ -20,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--cases", help="BATCHxTOKENS, comma separated")
     parser.add_argument("--retentions", default="", help="sparse runs too, e.g. 0.1,0.05")
+    parser.add_argument("--rows", default="1,4", help="attention: rows that share pages")
+    parser.add_argument("--seconds", type=float, default=120, help="tune: begin nothing after")
+    parser.add_argument("--device-file", metavar="FILE", help="tune: default DEVICE.json")
     parser.add_argument("--steps", type=int, default=32, help="steps or rounds in one timing")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--implementation", help='of the ops: "xla" or "pallas"')
@@ -28,43 +34,115 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    cases = parse_cases(args.cases or _DEFAULT_CASES[args.benchmark])
+    text = args.cases or _DEFAULT_CASES[args.benchmark]
+    cases = parse_cases(text) if text else []
     retentions = [float(r) for r in args.retentions.split(",") if r]
     if args.steps < 1 or args.repeats < 1:
         raise ValueError(f"steps and repeats must be >= 1, got {args.steps}, {args.repeats}")
 
-    from sparse_loop_jax.bench import (
-        decode,
-        measure,
-        model,
-        prefill,
-        report,
-        speculative,
-        torch_peer,
-    )
+    from sparse_loop_jax.bench import measure, model, report
 
     if args.shape not in model.SHAPES:
         raise ValueError(f"shape must be one of {sorted(model.SHAPES)}, got {args.shape!r}")
-    config = model.SHAPES[args.shape]
-    options = {"dtype": args.dtype, "repeats": args.repeats}
-    options["implementation"] = args.implementation
-    if args.benchmark == "decode":
-        # Before this process takes the device.
-        peer = None if args.no_peer else torch_peer.peer_seconds(config, cases)
-        rows = decode.bench_decode(
-            config, cases, retentions=retentions, steps=args.steps, peer=peer, **options
-        )
-    elif args.benchmark == "speculative":
-        rows = speculative.bench_speculative(
-            config, cases, retentions=retentions, steps=args.steps, **options
-        )
-    else:
-        rows = prefill.bench_prefill(config, cases, **options)
+    if args.benchmark == "tune":
+        return _tune(args, cases)
+    rows = _BENCHMARKS[args.benchmark](args, model.SHAPES[args.shape], cases, retentions)
     setup = measure.setup_info() | {"shape": args.shape, "dtype": args.dtype}
     report.print_table(f"bench {args.benchmark}", rows, setup)
     if args.json:
         report.write_json(args.json, args.benchmark, rows, setup)
     return 0
+
+
+def _options(args: argparse.Namespace) -> dict:
+    names = ("dtype", "repeats", "implementation")
+    return {name: getattr(args, name) for name in names}
+
+
+def _decode(args, config, cases, retentions):
+    from sparse_loop_jax.bench import decode, torch_peer
+
+    # Before this process takes the device.
+    peer = None if args.no_peer else torch_peer.peer_seconds(config, cases)
+    return decode.bench_decode(
+        config, cases, retentions=retentions, steps=args.steps, peer=peer, **_options(args)
+    )
+
+
+def _speculative(args, config, cases, retentions):
+    from sparse_loop_jax.bench import speculative
+
+    return speculative.bench_speculative(
+        config, cases, retentions=retentions, steps=args.steps, **_options(args)
+    )
+
+
+def _prefill(args, config, cases, _retentions):
+    from sparse_loop_jax.bench import prefill
+
+    return prefill.bench_prefill(config, cases, **_options(args))
+
+
+def _attention(args, config, cases, retentions):
+    from sparse_loop_jax.bench import attention, torch_peer
+
+    workloads = [
+        dataclasses.replace(w, rows=rows)
+        for w in _workloads(args, config, cases)
+        for rows in parse_rows(args.rows)
+    ]
+    peer = None if args.no_peer else torch_peer.attention_seconds(workloads[0], cases)
+    options = attention.Options(args.implementation, repeats=args.repeats)
+    return attention.bench_attention(
+        workloads, retentions=retentions, options=options, peer=peer
+    )
+
+
+def _tune(args, cases) -> int:
+    from sparse_loop_jax.bench import model, tune
+
+    config = model.SHAPES[args.shape]
+    workloads = _workloads(args, config, cases) if cases else tune.default_workloads()
+    command = f"sparse-loop bench tune --seconds {args.seconds:g}"
+    path = tune.write(workloads, args.device_file, seconds=args.seconds, command=command)
+    print(f"wrote {path}")
+    return 0
+
+
+_BENCHMARKS = {
+    "attention": _attention,
+    "decode": _decode,
+    "prefill": _prefill,
+    "speculative": _speculative,
+}
+
+
+def _workloads(args, config, cases):
+    """Attention of a model's shape, one row."""
+    from sparse_loop_jax.kernels.workloads import AttentionWorkload
+
+    return [
+        AttentionWorkload(
+            batch=batch,
+            context=context,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=args.dtype,
+        )
+        for batch, context in cases
+    ]
+
+
+def parse_rows(text: str) -> list[int]:
+    """ "1,4" to [1, 4], in ascending order.
+
+    Raises:
+      ValueError: a part is no positive integer.
+    """
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
+        raise ValueError(f"rows are positive integers like 1,4, got {text!r}")
+    return sorted(int(part) for part in text.split(","))
 
 
 def parse_cases(text: str) -> list[tuple[int, int]]:
