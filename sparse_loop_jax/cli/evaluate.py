@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     from sparse_loop_jax.evaluate.inputs import evenly
 
     if args.plot is not None:
-        from sparse_loop_jax.evaluate.plots import require_matplotlib
+        from sparse_loop_jax.evaluate.plots import check_picture
 
-        require_matplotlib()
+        check_picture(args.plot)
     questions = None
     if tasks is not None:
         questions = evenly(read_questions(tasks, names["tasks"]), args.questions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from sparse_loop_jax.evaluate.inputs import Question, at_retention
@@ -27,9 +28,49 @@ def is_right(text: str, answer: str) -> bool:
     return text.startswith(answer) and not text[len(answer) : len(answer) + 1].isalnum()
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A question in tokens."""
+
+    prompt: list[int]
+    limit: int  # tokens to decode
+    answer: str
+
+
+def ask(model: Ouro, questions: Sequence[Question]) -> list[Asked]:
+    """Questions in the model's tokens.
+
+    Raises:
+      ValueError: there are none, the model has no tokenizer, or a question leaves no room for
+        its answer in the context.
+    """
+    if not questions:
+        raise ValueError("questions is empty: give at least one, or None")
+    if model.tokenizer is None:
+        raise ValueError(
+            "tasks are text and the model has no tokenizer: load a checkpoint with a "
+            "tokenizer.json"
+        )
+    context = model.config.max_position_embeddings
+    asked = []
+    for number, question in enumerate(questions, start=1):
+        prompt = model.tokenizer.encode(question.prompt).ids
+        whole = model.tokenizer.encode(question.prompt + question.answer).ids
+        # The answer's first token may swallow the prompt's last.
+        answer = model.tokenizer.encode(question.answer, add_special_tokens=False).ids
+        tokens = max(len(whole) - len(prompt), len(answer))
+        if len(prompt) + tokens > context:
+            raise ValueError(
+                f"question {number} has {len(prompt)} tokens and its answer {tokens}, more "
+                f"than the model's context of {context}"
+            )
+        asked.append(Asked(prompt, tokens + _MORE, question.answer))
+    return asked
+
+
 def measure_answers(
     model: Ouro,
-    questions: Sequence[Question],
+    questions: Sequence[Asked],
     retentions: Sequence[float],
     *,
     sparse: SparseDecodeConfig,
@@ -40,28 +81,8 @@ def measure_answers(
     """Table "answers"; see `evaluate` for its columns.
 
     Questions are batched by length, so that short ones do not wait for long ones.
-
-    Raises:
-      ValueError: the model has no tokenizer, or a question leaves no room for its answer.
     """
-    if model.tokenizer is None:
-        raise ValueError(
-            "tasks are text and the model has no tokenizer: load a checkpoint with a "
-            "tokenizer.json"
-        )
-    prompts = [model.tokenizer.encode(q.prompt).ids for q in questions]
-    limits = [
-        len(model.tokenizer.encode(q.prompt + q.answer).ids) - len(p) + _MORE
-        for q, p in zip(questions, prompts, strict=True)
-    ]
-    context = model.config.max_position_embeddings
-    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True), start=1):
-        if len(prompt) + limit - _MORE > context:
-            raise ValueError(
-                f"question {number} has {len(prompt)} tokens and its answer {limit - _MORE}, "
-                f"more than the model's context of {context}"
-            )
-    order = sorted(range(len(questions)), key=lambda i: len(prompts[i]))
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
     rows = []
     dense: list[bool] = []
     for retention in retentions:
@@ -69,11 +90,11 @@ def measure_answers(
         for start in range(0, len(order), batch):
             steps.begin(f"answers, retention {retention:g}")
             group = order[start : start + batch]
-            longest = max(len(prompts[i]) + limits[i] for i in group)
+            longest = max(len(questions[i].prompt) + questions[i].limit for i in group)
             out = generate(
                 model,
-                [prompts[i] for i in group],
-                max_new_tokens=[limits[i] for i in group],
+                [questions[i].prompt for i in group],
+                max_new_tokens=[questions[i].limit for i in group],
                 sparse=at_retention(sparse, retention, longest),
                 exit_threshold=1.0,
                 implementation=implementation,

@@ -40,27 +40,40 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+# What formats note of their making; left out, so that the same numbers give the same file.
+_NO_DATES: dict[str, dict] = {".png": {"Software": None}, ".svg": {"Date": None}}
+
+
 def _styled(plot: Callable[..., Figure]) -> Callable[..., Figure]:
     """Draws in this module's style, writes the figure to `path`, and hands it out."""
 
     @functools.wraps(plot)
     def draw(content: Any, path: str | Path) -> Figure:
-        require_matplotlib()
+        check_picture(path)
         import matplotlib
 
         with matplotlib.rc_context(_STYLE):
             figure = plot(content)
-            # No dates and versions, so that the same numbers give the same file.
-            figure.savefig(path, dpi=160, metadata={"Software": None})
+            figure.savefig(path, dpi=160, metadata=_NO_DATES.get(Path(path).suffix))
         return figure
 
     return draw
 
 
-def require_matplotlib() -> None:
-    """Raises ValueError if matplotlib is not installed."""
+def check_picture(path: str | Path) -> None:
+    """Complains about a picture that cannot be drawn before anything is measured for it.
+
+    Raises:
+      ValueError: matplotlib is not installed, or does not know the ending of the name.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plots need matplotlib: pip install 'sparse-loop-jax[plots]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    ending = Path(path).suffix.removeprefix(".")
+    if ending not in known:
+        raise ValueError(f"{path}: a picture's name must end with one of {sorted(known)}")
 
 
 @_styled
@@ -120,7 +133,7 @@ def plot_mass(result: Evaluation) -> Figure:
             aspect="auto",
         )  # fmt: skip
         axis.grid(False)
-        axis.set_title(f"{retention:.0%} of keys" if retention >= 0.01 else f"r = {retention}")
+        axis.set_title(f"{_percent(retention)} of keys")
         axis.set_xticks(range(len(loops)), [str(loop) for loop in loops])
         axis.set_xlabel("loop")
         axis.tick_params(length=0)
@@ -161,7 +174,7 @@ def plot_positions(result: Evaluation) -> Figure:
             mine = [r for r in rows if r["retention"] == retention and r[name] is not None]
             axis.plot(
                 [(r["from"] + r["to"]) / 2 for r in mine], [r[name] for r in mine],
-                marker="o", color=colour, label=f"{retention:.0%}",
+                marker="o", color=colour, label=_percent(retention),
             )  # fmt: skip
         axis.set_title(title)
         axis.set_xlabel("keys that the row saw")
@@ -200,7 +213,7 @@ def plot_speed(bench: dict) -> Figure:
                 key=lambda r: r["context"],
             )
             context = [r["context"] for r in mine]
-            name = "dense" if retention == 1.0 else f"{retention:.0%} of keys"
+            name = "dense" if retention == 1.0 else f"{_percent(retention)} of keys"
             axis.plot(
                 context, [r["ms/step"] for r in mine], marker="o", color=colour, label=name
             )
@@ -292,7 +305,7 @@ def _mass(axis: Axes, text: list[Row] | None) -> None:
 def _retention_axis(axis: Axes, retentions: Sequence[float]) -> None:
     """Fewer keys to the right; a tick for each retention that was measured."""
     axis.set_xscale("log")
-    axis.set_xticks(list(retentions), [f"{r * 100:g} %" for r in retentions])
+    axis.set_xticks(list(retentions), [_percent(r) for r in retentions])
     axis.minorticks_off()
     axis.set_xlim(max(retentions) * 1.15, min(retentions) / 1.15)
     axis.set_xlabel("keys kept")
@@ -317,6 +330,10 @@ def _subject(result: Evaluation) -> str:
     if setup.get("windows"):
         parts.append(f"{setup['windows']} windows of {setup['window']} tokens")
     return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:g} %"
 
 
 def _mean(values) -> float:

@@ -116,8 +116,6 @@ def evaluate(
         raise ValueError("prompts are taken from the text: give one")
     if acceptance and not prompts:
         raise ValueError("acceptance is measured on prompts: ask for at least one")
-    if questions is not None and not questions:
-        raise ValueError("questions is empty: give at least one, or None")
     drafting = range(1, config.total_ut_steps) if draft_loops is None else draft_loops
     for loops in drafting:
         if not is_int(loops) or not 1 <= loops < config.total_ut_steps:
@@ -136,9 +134,11 @@ def evaluate(
                 f"the model's context of {config.max_position_embeddings}"
             )
 
+    asked = None if questions is None else answers.ask(model, questions)
+
     count = len(wanted)
     total = text_tables.parts(len(cuts), count, batch) if cuts else 0
-    total += answers.parts(len(questions), count, batch) if questions else 0
+    total += answers.parts(len(asked), count, batch) if asked else 0
     total += count + 1 if starts else 0
     total += count * len(drafting) if acceptance else 0
     tables: dict[str, list[Row]] = {}
@@ -150,9 +150,9 @@ def evaluate(
                 model, cuts, wanted, batch=batch, inside_windows=min(inside_windows, batch),
                 **common,
             )  # fmt: skip
-        if questions:
+        if asked:
             tables["answers"] = answers.measure_answers(
-                model, questions, wanted, batch=batch, **common
+                model, asked, wanted, batch=batch, **common
             )
         if starts:
             tables["divergence"] = continuations.measure_divergence(
