@@ -181,9 +181,8 @@ def test_room_for_a_longer_request_that_cannot_be_had(
         _assert_exact(engine, asked, want)
 
 
-def test_a_failure_forgets_kept_prompts(model, requests, kind, fail_at):
-    if kind != "dense":
-        pytest.skip("prompts run the same way however they decode")
+@pytest.mark.parametrize("kind", ["dense"], indirect=True)
+def test_a_failure_forgets_kept_prompts(model, requests, fail_at):
     asked, want = requests
     cache = slj.CacheConfig(num_pages=4 * 24, page_size=8, enable_prefix_caching=True)
     scheduler = slj.SchedulerConfig(max_num_seqs=4, max_context=128, max_prefill_tokens=64)

@@ -30,8 +30,9 @@ class MemoryPlan:
       kv_pool: of all pages.
       reference_store: at its largest, for requests of `max_context`.
       rows: page tables, k by N and what else rounds carry, at their largest.
-      step_temporaries: the most that a compiled step takes besides its arguments and
-        results, at the largest sizes; None where there is no limit to hold it against.
+      step_temporaries: the most that a compiled step takes besides its arguments, at the
+        largest sizes, and the results of the rounds outstanding; None where there is no
+        limit to hold it against.
       limit: what all but the weights may take; None: nobody knows.
       device_free: what the device reported free, None where it reports nothing.
       num_pages: pages of a layer, a multiple of the loops.
@@ -139,7 +140,7 @@ def plan_memory(
         )
     temporaries = None
     if limit is not None:
-        temporaries = _step_temporaries(params, spec, sized(num_blocks), dtype)
+        temporaries = _step_temporaries(params, spec, sized(num_blocks), dtype, outstanding)
         if not fixed:
             rest = limit - (
                 planned(num_blocks, temporaries)[0].total - num_blocks * block_bytes
@@ -180,8 +181,10 @@ def _abstract_state(spec: DecodeSpec, sizing: Sizing, dtype):
     return jax.eval_shape(lambda: device.new_state(spec, sizes, dtype, counts))
 
 
-def _step_temporaries(params: OuroParams, spec: DecodeSpec, sizing: Sizing, dtype) -> int:
-    """The most that a round or a prompt's program takes, as compiled.
+def _step_temporaries(
+    params: OuroParams, spec: DecodeSpec, sizing: Sizing, dtype, outstanding: int
+) -> int:
+    """The most that a round or a prompt's program takes, as compiled, and unread results.
 
     The programs are those that will run, so the compilations are not lost.
     """
@@ -202,11 +205,14 @@ def _step_temporaries(params: OuroParams, spec: DecodeSpec, sizing: Sizing, dtyp
             vector.astype(bool),
         )
     )
-    most = 0
+    working = results = 0
     for program in programs:
         analysis = program.compile().memory_analysis()
-        most = max(most, 0 if analysis is None else analysis.temp_size_in_bytes)
-    return most
+        if analysis is not None:
+            new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            working = max(working, analysis.temp_size_in_bytes)
+            results = max(results, new)
+    return working + outstanding * results
 
 
 def _nbytes(tree) -> int:
