@@ -51,7 +51,9 @@ class SparseLoopLM(LM):
       max_gen_toks: for tasks that do not say.
       implementation: of the ops.
       model: a loaded model, in place of `pretrained`.
-      device, max_batch_size: the harness passes them; only None is taken.
+      device: passed by the harness, "cuda:0" where nothing was said, and ignored: it is JAX
+        that chooses the device.
+      max_batch_size: passed by the harness; there is no automatic batch size, so only None.
 
     Raises:
       ValueError: a value is out of range, or the model has no tokenizer.
@@ -71,13 +73,16 @@ class SparseLoopLM(LM):
         max_gen_toks: int | str = 256,
         implementation: str | None = None,
         model: slj.Ouro | None = None,
-        device: None = None,
-        max_batch_size: None = None,
+        device: str | None = None,
+        max_batch_size: int | None = None,
     ):
         super().__init__()
-        for name, value in (("device", device), ("max_batch_size", max_batch_size)):
-            if value is not None:
-                raise ValueError(f"{name} is not an option of this model, got {value!r}")
+        del device
+        if max_batch_size is not None:
+            raise ValueError(
+                f"max_batch_size is not an option of this model, got {max_batch_size!r}: give "
+                "a batch_size"
+            )
         self.batch_size = _integer("batch_size", batch_size, 1)
         self.max_gen_toks = _integer("max_gen_toks", max_gen_toks, 1)
         self.sparse = slj.SparseDecodeConfig(key_retention=float(retention))

@@ -1,0 +1,150 @@
+"""`sparse-loop generate`: text, statistics, streams, and complaints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import sparse_loop_jax as slj
+from sparse_loop_jax.cli import main
+
+PROMPT = "Once upon a time"
+BOTH = ["--retention", "0.25", "--speculative-tokens", "2", "--draft-loops", "1"]
+
+
+@pytest.fixture
+def generate(ascii_checkpoint, capsys):
+    """A function from arguments to what the command prints: output, errors."""
+
+    def run(*arguments: str) -> tuple[str, str]:
+        command = ["generate", "--model", str(ascii_checkpoint), "--max-new-tokens", "9"]
+        assert main([*command, "--no-eos", *arguments]) == 0
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(ascii_checkpoint):
+    """The nine characters that greedy decoding adds, for each retention."""
+    model = slj.load(ascii_checkpoint)
+
+    def text(retention):
+        sparse = slj.SparseDecodeConfig(key_retention=retention)
+        out = slj.generate(model, PROMPT, max_new_tokens=9, eos_token_id=[], sparse=sparse)
+        assert out.texts is not None
+        return out.texts[0]
+
+    return {retention: text(retention) for retention in (1.0, 0.25)}
+
+
+def test_text_and_a_summary(generate, expected):
+    out, err = generate(PROMPT)
+    assert out == f"{PROMPT}{expected[1.0]}\n\n"
+    assert err.startswith("[9 tokens; ")
+    assert err.count("\n") == 1
+    assert "drafts" not in err
+    assert "keys" not in err
+
+
+def test_several_prompts_are_a_batch(generate, expected):
+    out, err = generate(PROMPT, "An", PROMPT)
+    parts = out.split("\n\n")
+    assert parts[0] == parts[2] == PROMPT + expected[1.0]
+    assert parts[1].startswith("An")
+    assert err.startswith("[27 tokens; ")
+
+
+def test_sparse_and_speculative_with_statistics(generate, expected):
+    out, err = generate(PROMPT, *BOTH, "--stats")
+    text, stats = out.split("\n\n", maxsplit=1)
+    assert text == PROMPT + expected[0.25]
+    stats = json.loads(stats)
+    assert stats["generated_tokens"] == 9
+    assert stats["drafted"] > 0
+    assert len(stats["acceptance_by_position"]) == 2
+    assert stats["captured_rows"] > 0
+    assert stats["consumed_rows"] == 2 * stats["captured_rows"]
+    assert 0 < stats["keys_read"] < stats["keys_dense"]
+    assert 0 < stats["retained_mass_min"][0] < stats["retained_mass_mean"][0] < 1
+    read = stats["keys_read"] / stats["keys_dense"]
+    assert f"{stats['accepted']} of {stats['drafted']} drafts accepted" in err
+    assert f"read {read:.0%} of the keys" in err
+
+
+def test_options_reach_generate(ascii_checkpoint, monkeypatch):
+    seen = {}
+
+    def fake(model, prompts, **options):
+        seen.update(options, dtype=model.dtype.name, prompts=prompts)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("sparse_loop_jax.generate", fake)
+    flags = ["--dtype", "bfloat16", "--adaptive", "--speculative-tokens", "5", "--no-eos"]
+    flags += ["--exit-threshold", "1", "--implementation", "xla", "--seed", "3"]
+    assert main(["generate", "a", "b", "--model", str(ascii_checkpoint), *flags]) == 2
+    assert seen["prompts"] == ["a", "b"]
+    assert seen["dtype"] == "bfloat16"
+    assert seen["speculative"] == slj.SpeculativeConfig(5, draft_loops=2, adaptive=True)
+    assert seen["sparse"] is None
+    assert (seen["eos_token_id"], seen["max_new_tokens"]) == ([], 64)
+    assert (seen["exit_threshold"], seen["implementation"], seen["seed"]) == (1.0, "xla", 3)
+
+
+@pytest.mark.parametrize("flags", [[], BOTH])
+def test_a_stream_prints_the_same_text(generate, expected, flags):
+    out, err = generate(PROMPT, "--stream", *flags)
+    assert out == f"{PROMPT}{expected[0.25 if flags else 1.0]}\n"
+    assert err == ""
+
+
+def test_samples_follow_the_seed(generate):
+    options = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed"]
+    first, again, other = (generate(PROMPT, *options, seed)[0] for seed in "778")
+    assert first == again
+    assert first != other
+
+
+def test_text_without_a_tokenizer_is_refused(load_gold, capsys, monkeypatch):
+    model = load_gold("mha").model()
+    monkeypatch.setattr("sparse_loop_jax.load", lambda *_, **__: model)
+    assert main(["generate", "text"]) == 2
+    assert "the model has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([PROMPT, "--draft-loops", "2"], "need --speculative-tokens"),
+        ([PROMPT, "--adaptive"], "need --speculative-tokens"),
+        ([PROMPT, "And", "--stream"], "--stream prints one text at a time, got 2 prompts"),
+        ([PROMPT, "--retention", "0"], "key_retention must be a number in (0, 1], got 0.0"),
+        ([PROMPT, "--speculative-tokens", "0"], "num_speculative_tokens must be an integer"),
+        (
+            [PROMPT, "--speculative-tokens", "2", "--draft-loops", "4"],
+            "draft_loops must be below the model's 4 loops, got 4",
+        ),
+        ([PROMPT, "--max-new-tokens", "0"], "max_new_tokens must be an integer >= 1, got 0"),
+        ([PROMPT, "--temperature", "-1"], "temperature must be a finite number >= 0"),
+        ([PROMPT, "--top-p", "0"], "top_p must be in (0, 1]"),
+        ([PROMPT, "--exit-threshold", "2"], "exit_threshold must be in [0, 1]"),
+        ([PROMPT, "--exit-threshold", "0.5", "--retention", "0.5"], "leaves early"),
+        ([PROMPT, "--implementation", "cuda"], "cuda"),
+        ([""], "prompt 0 is empty"),
+        (["a" * 513], "prompt 0 has 513 tokens, more than the context of 512"),
+        ([PROMPT, "--revision", "main"], "revision is for Hub ids"),
+    ],
+)
+def test_complaints_are_one_line_and_status_2(ascii_checkpoint, arguments, message, capsys):
+    assert main(["generate", "--model", str(ascii_checkpoint), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("sparse-loop: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_checkpoint(tmp_path, capsys):
+    assert main(["generate", "a", "--model", str(tmp_path / "missing")]) == 2
+    assert "missing: no such directory" in capsys.readouterr().err
