@@ -220,13 +220,16 @@ def read_table(file: Traversable | Path) -> Table:
     return Table(file.name, device, entries)
 
 
+KINDS = {dict: "an object", list: "a list", str: "a string", int: "an integer"}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Checker:
     source: str
 
     def of_type(self, value: Any, where: str, kind: type) -> Any:
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{self.source}: {where} must be a {kind.__name__}, got {value!r}")
+            raise ValueError(f"{self.source}: {where} must be {KINDS[kind]}, got {value!r}")
         return value
 
     def member(self, data: Any, where: str, name: str, kind: type) -> Any:
