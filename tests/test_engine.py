@@ -8,6 +8,7 @@ import pytest
 
 import sparse_loop_jax as slj
 from sparse_loop_jax.engine import device, sizing
+from sparse_loop_jax.engine.request import Status
 from sparse_loop_jax.engine.text import TextStream
 
 SPARSE = slj.SparseDecodeConfig(key_retention=0.3)
@@ -110,6 +111,8 @@ def _run_random(engine, requests, rng, *, abort_share=0.0, priorities=False):
             if request is not None:
                 priority = int(rng.integers(0, 3)) if priorities else 0
                 engine.add_request(*request, priority=priority)
+        if rng.random() < 0.2:
+            _assert_books_agree(engine)
         for request_id in list(doomed):
             doomed[request_id] -= 1
             if doomed[request_id] < 0 and engine.abort(request_id):
@@ -121,6 +124,32 @@ def _run_random(engine, requests, rng, *, abort_share=0.0, priorities=False):
             if output.finished:
                 final[output.request_id] = output
     return final
+
+
+def _assert_books_agree(engine):
+    """No page has two owners that may write to it, and the device's tables are the host's."""
+    running = engine._scheduler.running
+    rows = [request.row for request in running]
+    assert len(rows) == len(set(rows))
+    private = []
+    for request in running:
+        prompt_pages = len(request.prompt) // 8 if request.hashes else 0
+        private += request.blocks[prompt_pages:]
+    assert len(private) == len(set(private))
+    assert engine._scheduler.pool.in_use == len({b for r in running for b in r.blocks})
+    if not engine._executor.is_open:
+        return
+    state = engine._executor.driver.state
+    table, live = np.asarray(state.cache.page_table), np.asarray(state.live)
+    decoding = {r.row: r for r in running if r.status is not Status.PREFILL}
+    for row in np.flatnonzero(live):
+        request = decoding[row]
+        known = request.blocks[: request.blocks_on_device]
+        pages = np.asarray(known)[None] * 4 + np.arange(4)[:, None]
+        np.testing.assert_array_equal(table[row, :, : len(known)], pages)
+        assert (table[row, :, len(known) :] == state.cache.num_pages).all()
+        assert int(state.position[row]) <= request.position + 4 * request.pending_rounds
+        assert int(state.position[row]) <= 8 * len(known)
 
 
 def _to_the_end(engine):

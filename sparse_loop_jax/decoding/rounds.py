@@ -120,7 +120,7 @@ class RoundDriver:
         retire = self._retired.popleft() if self._retired else self._none
         try:
             self._state, output = self._step(self._params, state, retire)
-            for array in (output.tokens, output.count):
+            for array in jax.tree.leaves((output.tokens, output.count, output.counters)):
                 array.copy_to_host_async()
         except BaseException:
             self.close()
