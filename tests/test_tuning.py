@@ -174,7 +174,8 @@ def test_rows_of_a_verification_have_the_cut_of_decoding(write, paged_case):
         rows, one = (paged.paged_attention_pallas(*c.args) for c in (case, last))
     assert configs[0] == configs[1]
     assert configs[0].splits == 3
-    np.testing.assert_array_equal(rows[:, -1:], one)
+    # Interpreted, they are two programs of XLA's, which need not round alike.
+    np.testing.assert_allclose(rows[:, -1:], one, rtol=1e-5, atol=1e-6)
 
 
 def test_a_prefill_is_not_looked_up(write):
