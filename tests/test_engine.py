@@ -128,7 +128,7 @@ def _run_random(engine, requests, rng, *, abort_share=0.0, priorities=False):
 
 def _assert_books_agree(engine):
     """No page has two owners that may write to it, and the device's tables are the host's."""
-    running = engine._scheduler.running
+    running = engine._loop.scheduler.running
     rows = [request.row for request in running]
     assert len(rows) == len(set(rows))
     private = []
@@ -136,10 +136,10 @@ def _assert_books_agree(engine):
         prompt_pages = len(request.prompt) // 8 if request.hashes else 0
         private += request.blocks[prompt_pages:]
     assert len(private) == len(set(private))
-    assert engine._scheduler.pool.in_use == len({b for r in running for b in r.blocks})
-    if not engine._executor.is_open:
+    assert engine._loop.scheduler.pool.in_use == len({b for r in running for b in r.blocks})
+    if not engine._loop.executor.is_open:
         return
-    state = engine._executor.driver.state
+    state = engine._loop.executor.driver.state
     table, live = np.asarray(state.cache.page_table), np.asarray(state.live)
     decoding = {r.row: r for r in running if r.status is not Status.PREFILL}
     for row in np.flatnonzero(live):
@@ -167,11 +167,11 @@ def _assert_drained(engine):
         "pages_in_use", "outputs_outstanding", "swapped_bytes_held",
     ):  # fmt: skip
         assert metrics[name] == 0, name
-    state = engine._executor.driver.state
+    state = engine._loop.executor.driver.state
     assert not bool(state.live.any())
     if state.store is not None:
         assert not bool(state.store.held.any())
-    assert not engine._executor.driver._retired
+    assert not engine._loop.executor.driver._retired
 
 
 def _workload(greedy, kind, prompts):
@@ -339,19 +339,19 @@ def test_a_preempted_request_keeps_its_bytes(make_engine):
         with make_engine("sparse") as engine:
             for i in range(3):
                 engine.add_request(f"p{i}", list(range(1 + 20 * i, 12 + 20 * i)), params)
-            request = engine._requests["p1"]
+            request = engine._loop.requests["p1"]
             while len(request.tokens) < 12:
                 engine.step()
             if preempt:
-                engine._collect_all()
-                engine._preempt(request)
+                engine._loop.collect_all()
+                engine._loop.preempt(request)
                 assert request.swapped is not None
                 assert request.row is None
             while len(request.tokens) < 25:
                 engine.step()
-            engine._collect_all()
+            engine._loop.collect_all()
             pages = np.asarray(request.blocks)[:, None] * 4 + np.arange(4)[None]
-            cache = jax.device_get(engine._executor.driver.state.cache)
+            cache = jax.device_get(engine._loop.executor.driver.state.cache)
         # [layers and K or V, loops, heads, tokens, head_dim]
         pools = np.stack([*cache.keys, *cache.values])[:, pages.T]
         tokens = pools.swapaxes(2, 3).reshape(*pools.shape[:2], pools.shape[3], -1, 16)
@@ -371,13 +371,13 @@ def test_longer_requests_widen_tables_and_store(make_engine, monkeypatch):
     short = ("short", rng.integers(1, 128, 20).tolist(), slj.SamplingParams(max_tokens=30))
 
     def store(engine):
-        return engine._executor.driver.state.store
+        return engine._loop.executor.driver.state.store
 
     with make_engine("sparse", scheduler={"max_context": 512}) as engine:
         narrow = store(engine).capacity
         engine.add_request(*short)
         told = []
-        while len(engine._requests["short"].tokens) < 8:
+        while len(engine._loop.requests["short"].tokens) < 8:
             told = engine.step()
         assert store(engine).capacity == narrow
         engine.add_request(*long)
@@ -414,23 +414,23 @@ def test_a_prompt_alone_costs_its_own_rows(make_engine, monkeypatch):
 def test_a_long_prompt_does_not_stop_running_requests(make_engine):
     with make_engine(scheduler={"max_prefill_tokens": 32}) as engine:
         engine.add_request("a", [1, 2, 3], slj.SamplingParams(max_tokens=40, ignore_eos=True))
-        while not engine._requests["a"].tokens:
+        while not engine._loop.requests["a"].tokens:
             engine.step()
-        before = len(engine._requests["a"].tokens)
+        before = len(engine._loop.requests["a"].tokens)
         engine.add_request("b", [5] * 85, slj.SamplingParams(max_tokens=1))
         while not any(o.request_id == "b" for o in engine.step()):
             pass
         # Three chunks, a round beside each.
-        assert len(engine._requests["a"].tokens) - before >= 3
+        assert len(engine._loop.requests["a"].tokens) - before >= 3
 
 
 def test_two_rounds_are_outstanding_before_one_is_read(make_engine):
     with make_engine() as engine:
         engine.add_request("a", [1, 2, 3], slj.SamplingParams(max_tokens=40, ignore_eos=True))
         assert engine.step() == []
-        assert engine._executor.driver.outstanding == 1
+        assert engine._loop.executor.driver.outstanding == 1
         told = engine.step()
-        assert engine._executor.driver.outstanding == 1  # two, and the older one was read
+        assert engine._loop.executor.driver.outstanding == 1  # two, and the older one was read
         assert [len(o.token_ids) for o in told] == [2]
 
 
@@ -458,7 +458,7 @@ def test_aborted_wherever_it_is(make_engine, greedy, prompts):
     with make_engine(scheduler=options) as engine:
         engine.add_request("beside", [4], slj.SamplingParams(max_tokens=40, ignore_eos=True))
         engine.add_request("running", prompts[0], params)
-        while not engine._requests["running"].tokens:
+        while not engine._loop.requests["running"].tokens:
             engine.step()
         engine.add_request("stays", prompts[1], params)
         engine.add_request("waiting", prompts[2], params)
@@ -469,7 +469,7 @@ def test_aborted_wherever_it_is(make_engine, greedy, prompts):
         engine.add_request("prompt", [3] * 90, params)
         final = {o.request_id: o for o in engine.step()}
         assert final["running"].finish_reason == "abort"
-        assert engine._requests["prompt"].prefilled < 90
+        assert engine._loop.requests["prompt"].prefilled < 90
         assert engine.abort("prompt")
         final |= {o.request_id: o for o in _to_the_end(engine)}
         assert final["stays"].token_ids == want[1][:12]
@@ -508,7 +508,12 @@ def _many(make_engine, count):
 
     def held(engine):
         arrays = jax.live_arrays()
-        own = (engine._requests, engine._news, engine._ended_rows, engine._scheduler.running)
+        own = (
+            engine._loop.requests,
+            engine._loop.news,
+            engine._loop.ended_rows,
+            engine._loop.scheduler.running,
+        )
         return len(arrays), sum(a.nbytes for a in arrays), [len(x) for x in own]
 
     with make_engine(enable_prefix_caching=True) as engine:

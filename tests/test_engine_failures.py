@@ -137,7 +137,7 @@ def test_a_failed_dispatch(make_engine, requests, fail_at, compile_counter, name
 def test_a_failed_round(make_engine, requests, fail_at, compile_counter, nth):
     with make_engine() as engine:
         _assert_exact(engine, *requests)
-        fail_at(engine._executor.driver, "_step", nth)
+        fail_at(engine._loop.executor.driver, "_step", nth)
         _assert_fails_once(engine, requests, compile_counter)
 
 
@@ -177,7 +177,7 @@ def test_room_for_a_longer_request_that_cannot_be_had(
         assert len(engine.step()) > 0
         _assert_nothing_held(engine)
         # At the old sizes again.
-        assert engine._executor.sizes.width == 128 // 8
+        assert engine._loop.executor.sizes.width == 128 // 8
         _assert_exact(engine, asked, want)
 
 

@@ -158,7 +158,7 @@ def test_a_large_request_is_passed_over_and_then_protected(make_engine):
         order = []
         while engine.has_unfinished:
             engine.step()
-            order += [r.id for r in engine._scheduler.running if r.id not in order]
+            order += [r.id for r in engine._loop.scheduler.running if r.id not in order]
     assert order == [
         "running",
         "small0",
@@ -316,7 +316,7 @@ def _bytes(tree):
 @pytest.mark.parametrize("sparse", [None, slj.SparseDecodeConfig(0.3)])
 def test_the_plan_is_what_is_taken(make_engine, sparse):
     with make_engine(sparse=sparse) as engine:
-        plan, state = engine.memory_plan, engine._executor.driver.state
+        plan, state = engine.memory_plan, engine._loop.executor.driver.state
         assert plan.kv_pool == state.cache.nbytes
         assert plan.reference_store == (0 if sparse is None else state.store.nbytes)
         assert plan.rows + plan.kv_pool + plan.reference_store == _bytes(state) == plan.total
@@ -369,9 +369,9 @@ def test_temporaries_are_those_of_the_compiled_steps(make_engine, compile_counte
         assert engine.memory_plan.step_temporaries > 0
         # What was compiled to be measured is what runs.
         with compile_counter() as compiled:
-            engine._executor.submit_round([])
+            engine._loop.executor.submit_round([])
         assert "jit(decode_step)" not in compiled.names, compiled
-        engine._executor.collect()
+        engine._loop.executor.collect()
 
 
 # Numbers -------------------------------------------------------------------------------

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from sparse_loop_jax.decoding.config import SpeculativeConfig
 from sparse_loop_jax.engine.config import CacheConfig, SamplingParams, SchedulerConfig
 from sparse_loop_jax.engine.executor import Executor
+from sparse_loop_jax.engine.loop import ServingLoop
 from sparse_loop_jax.engine.memory import MemoryPlan, plan_memory
 from sparse_loop_jax.engine.metrics import Metrics
-from sparse_loop_jax.engine.request import Request, RequestOutput, Status
+from sparse_loop_jax.engine.request import RequestOutput
 from sparse_loop_jax.engine.scheduler import Scheduler
 from sparse_loop_jax.engine.validation import make_request
-from sparse_loop_jax.generation.compilation import count_compilations
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
@@ -74,14 +73,12 @@ class Engine:
         self._model: Ouro | None = model
         self._spec = spec
         self._sizing = sizing
-        self._metrics = Metrics()
-        self._scheduler = Scheduler(cache, scheduler, sizing, spec.rows)
-        self._requests: dict[str, Request] = {}  # until nothing on the device is theirs
-        self._news: dict[str, Request] = {}  # those whose owner has something to be told
-        self._ended_rows: list[int] = []  # of aborted requests, still live on the device
         self._arrivals = 0
-        self._executor = Executor(params, spec, sizing, model.dtype, outstanding)
-        self._executor.open()
+        executor = Executor(params, spec, sizing, model.dtype, outstanding)
+        executor.open()
+        self._loop = ServingLoop(
+            sizing, executor, Scheduler(cache, scheduler, sizing, spec.rows), Metrics()
+        )
 
     # Requests --------------------------------------------------------------------------
 
@@ -109,7 +106,7 @@ class Engine:
         model = self._open_model()
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id must be a string that is not empty: {request_id!r}")
-        if request_id in self._requests or request_id in self._news:
+        if request_id in self._loop.requests or request_id in self._loop.news:
             raise ValueError(
                 f"request {request_id!r} is still being served, or its last rounds are not "
                 "over: wait for its end, or choose another id"
@@ -125,9 +122,7 @@ class Engine:
             arrival=self._arrivals,
         )
         self._arrivals += 1
-        self._requests[request_id] = request
-        self._scheduler.add(request)
-        self._metrics.add(prompt_tokens=len(request.prompt))
+        self._loop.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; the next `step` tells so.
@@ -135,23 +130,12 @@ class Engine:
         Returns:
           Whether there was such a request, not finished.
         """
-        request = self._requests.get(request_id)
-        if request is None or request.status is Status.FINISHED:
-            return False
-        if request.status is Status.WAITING:
-            self._scheduler.waiting.remove(request)
-        elif request.status is Status.DECODE:
-            assert request.row is not None
-            self._ended_rows.append(request.row)
-        request.finish("abort")
-        self._tell(request)
-        self._retire(request)
-        return True
+        return self._loop.abort(request_id)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` still has something to do or to tell."""
-        return bool(self._requests or self._news)
+        return bool(self._loop.requests or self._loop.news)
 
     def step(self) -> list[RequestOutput]:
         """Admits, runs some prompt tokens, submits a round, and reads the oldest one out.
@@ -165,20 +149,8 @@ class Engine:
             "error" then, which the next `step` tells, and the engine can be used again.
         """
         self._open_model()
-        if self._requests:
-            with self._all_or_error(), count_compilations() as compiled:
-                self._executor.open()
-                self._end_rows()
-                self._admit()
-                submitted = self._prefill()
-                submitted = self._submit_round() or submitted
-                self._collect_oldest(submitted)
-                if not self._requests:
-                    self._executor.settle()
-            self._metrics.add(compilations=compiled.programs)
-        outputs = [request.output() for request in self._news.values()]
-        self._news.clear()
-        return outputs
+        self._loop.step()
+        return self._loop.take_outputs()
 
     def run(
         self, requests: Iterable[tuple[str, str | Sequence[int], SamplingParams | None]]
@@ -192,7 +164,7 @@ class Engine:
         self._open_model()
         if self.has_unfinished:
             raise RuntimeError(
-                f"{len(self._requests)} requests are being served: step until they end"
+                f"{len(self._loop.requests)} requests are being served: step until they end"
             )
         ids: list[str] = []
         try:
@@ -202,7 +174,7 @@ class Engine:
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
-            self._news.clear()
+            self._loop.news.clear()
             raise
         last: dict[str, RequestOutput] = {}
         while self.has_unfinished:
@@ -224,171 +196,16 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of everything on the device, whatever is going on. Twice is once."""
-        self._executor.close()
-        self._scheduler.reset()
-        self._requests.clear()
-        self._news.clear()
-        self._ended_rows.clear()
+        self._loop.close()
         self._model = None
 
     def metrics(self) -> dict[str, float]:
         """Counters since the start, what is in use now, and times, by name."""
-        return self._metrics.as_dict(self._gauges())
+        return self._loop.metrics.as_dict(self._loop.gauges())
 
     def prometheus(self) -> str:
         """The same in Prometheus' text format."""
-        return self._metrics.prometheus(self._gauges())
-
-    # A step ----------------------------------------------------------------------------
-
-    def _end_rows(self) -> None:
-        """Aborted rows emit and write nothing from here on."""
-        if self._ended_rows:
-            self._executor.apply([], self._ended_rows)
-            self._ended_rows.clear()
-
-    def _admit(self) -> None:
-        while (request := self._scheduler.admit()) is not None:
-            if self._sizing.sizes_at(request.kv_tokens).width > self._executor.sizes.width:
-                self._collect_all()
-                self._executor.widen(request.kv_tokens)
-            if request.swapped is not None:
-                self._executor.swap_in(request)
-                self._metrics.add(resumptions=1)
-            elif request.hashes:
-                self._metrics.add(
-                    prefix_queried_tokens=len(request.prompt),
-                    prefix_reused_tokens=request.reused,
-                )
-
-    def _prefill(self) -> bool:
-        """Submits prompt tokens, at most `max_prefill_tokens` with their padding."""
-        budget = self._sizing.max_prefill_tokens
-        submitted = False
-        while prompts := self._scheduler.with_status(Status.PREFILL):
-            left = [len(r.prompt) - r.prefilled for r in prompts]
-            rows, chunk = self._sizing.prefill_shape(left[0], len(prompts))
-            if rows * chunk > budget:
-                break
-            budget -= rows * chunk
-            parts = [(r, min(n, chunk)) for r, n in zip(prompts[:rows], left, strict=False)]
-            self._executor.prefill(parts, rows, chunk)
-            submitted = True
-            self._metrics.add(prefill_calls=1)
-            for request, _ in parts:
-                request.started()
-                self._scheduler.publish(request)
-                if request.prefilled == len(request.prompt):
-                    request.status = Status.DECODE
-        return submitted
-
-    def _submit_round(self) -> bool:
-        """Submits a round for every request that may still want one, with pages for it."""
-        while True:
-            requests = [r for r in self._scheduler.with_status(Status.DECODE) if r.wants_round]
-            if not requests:
-                return False
-            if all(self._scheduler.grow(request) for request in requests):
-                break
-            # What is outstanding may end requests, and shows how far the others really are.
-            if self._executor.tickets:
-                self._collect_all()
-            else:
-                self._preempt(self._scheduler.last_in_rank())
-        self._executor.apply(requests, [])
-        self._executor.submit_round(requests)
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        """Takes a request's row and pages; nothing is outstanding."""
-        if request.status is Status.DECODE:
-            self._executor.swap_out(request)
-            assert request.swapped is not None
-            self._metrics.add(swapped_bytes=request.swapped.nbytes)
-        self._metrics.add(preemptions=1)
-        self._scheduler.requeue(request)
-
-    def _collect_oldest(self, submitted: bool) -> None:
-        """Reads up to the oldest round, if it is time: the device has the next one to do."""
-        if submitted and self._executor.can_submit:
-            return
-        while self._executor.tickets:
-            if self._collect():
-                return
-
-    def _collect_all(self) -> None:
-        while self._executor.tickets:
-            self._collect()
-
-    def _collect(self) -> bool:
-        """Reads the oldest output; whether it was a round's."""
-        collected = self._executor.collect()
-        for request, ids in collected.emitted:
-            if request.status is Status.FINISHED:
-                self._metrics.add(
-                    discarded_rounds=collected.counters is not None,
-                    discarded_tokens=len(ids),
-                )
-            elif ids:
-                request.take(ids)
-                self._metrics.add(generated_tokens=len(ids))
-                self._tell(request)
-            self._retire(request)
-        if collected.counters is None:
-            return False
-        self._metrics.round(collected.counters)
-        return True
-
-    def _tell(self, request: Request) -> None:
-        self._news[request.id] = request
-
-    def _retire(self, request: Request) -> None:
-        """Forgets a request that has ended once no output with it is outstanding."""
-        if request.status is not Status.FINISHED or request.pending:
-            return
-        self._scheduler.release(request)
-        self._count_end(request)
-        del self._requests[request.id]
-
-    def _count_end(self, request: Request) -> None:
-        assert request.finish_reason is not None
-        request.swapped = None
-        self._metrics.finished(request.finish_reason, request.times)
-
-    @contextlib.contextmanager
-    def _all_or_error(self) -> Iterator[None]:
-        """After a failure: nothing outstanding, every request ended, a state to be made."""
-        try:
-            yield
-        except BaseException:
-            self._executor.drop()
-            self._ended_rows.clear()
-            self._metrics.add(failures=1)
-            for request in self._requests.values():
-                if request.status is not Status.FINISHED:
-                    request.finish("error")
-                    self._tell(request)
-                self._count_end(request)
-            self._requests.clear()
-            self._scheduler.reset()  # and the prefix cache, whose pages are gone
-            raise
-
-    def _gauges(self) -> dict[str, int]:
-        scheduler, loops = self._scheduler, self._sizing.loops
-        return {
-            "requests_waiting": len(scheduler.waiting),
-            "requests_running": len(scheduler.running),
-            "requests_held": len(self._requests),
-            "rows_in_use": scheduler.rows_in_use,
-            "rows": self._sizing.max_num_seqs,
-            "pages_in_use": scheduler.pool.in_use * loops,
-            "pages_kept": scheduler.pool.kept * loops,
-            "pages": scheduler.pool.num_blocks * loops,
-            "outputs_outstanding": len(self._executor.tickets),
-            "swapped_bytes_held": sum(
-                r.swapped.nbytes for r in scheduler.waiting if r.swapped is not None
-            ),
-        }
+        return self._loop.metrics.prometheus(self._loop.gauges())
 
     def _open_model(self) -> Ouro:
         if self._model is None:
