@@ -37,7 +37,7 @@ def main(cases: list[str]) -> None:
     config = SHAPES["ouro-1.4b" if jax.default_backend() == "gpu" else "tiny"]
     params = random_weights(config, "bfloat16")
     for case in cases:
-        shape, retention, drafting, *_ = [*case.split(), "1.0", "0"]
+        shape, retention, drafting = [*case.split(), *["1.0", "0"][len(case.split()) - 1 :]]
         batch, context = map(int, shape.split("x"))
         sparse = SparseDecodeConfig(key_retention=float(retention))
         speculative = SpeculativeConfig(3, int(drafting)) if int(drafting) else None

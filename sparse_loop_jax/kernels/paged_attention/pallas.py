@@ -135,8 +135,8 @@ def find_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
 def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
     """A configuration computed from shapes, for where nothing was measured.
 
-    A verification is cut as a decode step of the same batch is, so that its rows give the
-    bits that decoding would give them.
+    A verification is cut as a decode step of the same batch is: its rows are summed in the
+    same pieces, and differ from decoding by the rounding of a piece's last keys.
     """
     batch, rows, heads, _ = q_shape
     _, kv_heads, size, _ = pool_shape

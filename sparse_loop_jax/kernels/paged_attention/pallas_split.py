@@ -139,9 +139,8 @@ def split_kernel(
             return _dot(values, weights, 1, 0)
         return _dot(weights, values, 1, 0)
 
-    def attend(first, last, carry, *, shared: bool):
+    def attend(first, last, carry, *, block: int, shared: bool):
         """Takes in the keys from `first` to `last`; `shared` by all live rows or not."""
-        block = config.block_keys
         within = jax.lax.iota(jnp.int32, block)
 
         def body(step, carry):
@@ -185,9 +184,10 @@ def split_kernel(
                 # Zero times NaN is NaN: what is not finite stays out of the product and
                 # comes back in the rows that see it.
                 finite = jnp.abs(v.astype(jnp.float32)) < jnp.inf
-                spoiled = gather(visible.astype(dtype), jnp.where(finite, 0, 1).astype(dtype))
                 v = jnp.where(finite, v, jnp.zeros_like(v))
-                acc = jnp.where(spoiled > 0, jnp.nan, acc)
+                bad = jnp.max(jnp.where(finite, 0, 1), axis=0 if config.keys_first else 1)
+                spoiled = jnp.max(jnp.where(visible, of_key(bad), 0), axis=key_axis)
+                acc = jnp.where(of_row(spoiled) > 0, jnp.nan, acc)
             high = weights.astype(dtype)
             acc = acc * of_row(keep) + gather(high, v)
             # With few rows the matrix units idle anyway, and the sums stay float32: the
@@ -206,14 +206,12 @@ def split_kernel(
         jnp.zeros((dim, block_rows) if config.keys_first else (block_rows, dim), jnp.float32),
     )
     block = config.block_keys
-    if rows == 1:
-        carry = attend(start, end, carry, shared=True)
-    else:
-        # The last block or two, which not all rows see in full, on the same grid of blocks:
-        # a row gives the bits that it would give alone.
-        full = jnp.maximum(jnp.minimum(common, end) - start, 0) & -block
-        carry = attend(start, start + full, carry, shared=True)
-        carry = attend(start + full, end, carry, shared=False)
+    carry = attend(start, jnp.minimum(common, end), carry, block=block, shared=True)
+    if rows > 1:
+        # The few keys that only some rows see, in small tiles: with large ones the masks of
+        # both kinds do not fit the registers of two warps.
+        tail = 16 if config.keys_first else block
+        carry = attend(jnp.maximum(start, common), end, carry, block=tail, shared=False)
     top, total, acc = carry
 
     wide = jnp.broadcast_to(of_row(real), acc.shape)
