@@ -36,6 +36,22 @@ demo: $(READY)  ## write with the bundled model: plain, sparse, speculative, bot
 	  $(BIN)/sparse-loop generate "My fellow citizens," --max-new-tokens 48 $$flags || exit 1; \
 	done
 
+# The bundled model is measured again where its files are not those of the last time; minutes.
+TINY := sparse_loop_jax/data/tiny-ouro
+MEASURED := docs/figures/tiny-ouro
+BENCH ?= $(wildcard benchmarks/results/h200.json)
+
+figures: $(READY)  ## draw the pictures of the documentation
+	@mkdir -p docs/figures
+	@sha256sum --check --status $(MEASURED).sha256 2>/dev/null || { \
+	  echo "== measuring the bundled model"; \
+	  $(BIN)/sparse-loop evaluate --dtype float32 --windows 32 --prompts 16 --batch 16 \
+	      --acceptance --json $(MEASURED).json && \
+	  sha256sum $(TINY)/model.safetensors $(TINY)/heldout.txt $(TINY)/recall.jsonl \
+	      > $(MEASURED).sha256; }
+	$(BIN)/python -m sparse_loop_jax.evaluate.plots $(MEASURED).json --out docs/figures \
+	    $(addprefix --bench ,$(BENCH))
+
 test: $(READY)  ## run the tests, but for the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
 
@@ -57,4 +73,4 @@ clean:  ## remove what was built and cached, not the environments
 	rm -rf build dist out .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo test test-slow lint types format clean
+.PHONY: help setup demo figures test test-slow lint types format clean

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from sparse_loop_jax.evaluate import Evaluation, plots, read_json
+from sparse_loop_jax.evaluate.progress import Steps
 from sparse_loop_jax.evaluate.report import cell
 
 
@@ -155,8 +156,15 @@ def test_the_picture_of_speed_has_its_roofline(tmp_path):
     figure = plots.plot_speed(BENCH, tmp_path / "a.png")
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["batch 1", "batch 8"]
     lines = _lines(figure.axes[1])
+    assert figure.axes[0].get_ylabel() == "ms a step"
     assert lines["10 % of keys"] == [[1024, 8 * 0.1 * 10.24], [2048, 8 * 0.1 * 20.48]]
     assert [[1024, 4 * 10.24], [2048, 4 * 20.48]] in lines.values()
+
+
+def test_a_batch_at_one_context_is_left_out(tmp_path):
+    rows = [*BENCH["decode"]["rows"], BENCH["decode"]["rows"][0] | {"batch": 32}]
+    figure = plots.plot_speed({"decode": {"rows": rows}}, tmp_path / "a.png")
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["batch 1", "batch 8"]
 
 
 @pytest.mark.parametrize("bench", [{}, {"prefill": {}}, {"decode": {"rows": []}}])
@@ -177,3 +185,16 @@ def test_one_command_draws_them_all(result, tmp_path):
     before = (tmp_path / "retained-mass.png").read_bytes()
     plots.main([str(tmp_path / "a.json"), "--out", str(tmp_path)])
     assert (tmp_path / "retained-mass.png").read_bytes() == before
+
+
+def test_progress_counts_parts_and_is_silent_off_a_terminal(capsys):
+    with Steps(3, enabled=True) as steps:
+        steps.begin("text, dense")
+        steps.done()
+        (task,) = steps._bar.tasks
+        assert (task.description, task.completed, task.total) == ("text, dense", 1, 3)
+    capsys.readouterr()
+    with Steps(3) as steps:
+        steps.begin("text, dense")
+        steps.done()
+    assert capsys.readouterr() == ("", "")

@@ -202,7 +202,10 @@ def plot_speed(bench: dict) -> Figure:
         raise ValueError("the benchmark file has no rows of `sparse-loop bench decode`")
     rows: list[Row] = bench["decode"]["rows"]
     setup = bench["decode"].get("setup", {})
-    batches = sorted({r["batch"] for r in rows})
+    pairs = {(r["batch"], r["context"]) for r in rows}
+    batches = sorted({batch for batch, _ in pairs})
+    # A batch at one context only is no line.
+    batches = [b for b in batches if sum(p[0] == b for p in pairs) > 1] or batches
     retentions = sorted({r["retention"] for r in rows}, reverse=True)
     colours = [_INK, *_ramp(len(retentions) - 1)]
     figure, axes = _figure((0.9 + 3.4 * len(batches), 3.6), 1, len(batches))
