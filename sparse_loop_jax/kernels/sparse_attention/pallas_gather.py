@@ -48,13 +48,10 @@ class GatherConfig:
 def choose_config(rows: int, capacity: int) -> GatherConfig:
     """A configuration for `rows` selections (all rows and heads) of up to `capacity` keys.
 
-    About 512 programs fit into an H200 at once. Where each of them had a long way to go, two
-    and a half rounds of shorter ones spread better.
+    About 512 programs keep an H200 busy in one round, and a second round that is not full
+    costs more than longer programs do.
     """
-    splits = max(512 // rows, 1)
-    if capacity // splits > 2048:
-        splits *= 4
-    return GatherConfig(splits=min(splits, -(-capacity // 32)))
+    return GatherConfig(splits=min(max(512 // rows, 1), -(-capacity // 32)))
 
 
 def check_shapes(head_dim: int, **arrays: jax.Array) -> None:
