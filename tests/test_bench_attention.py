@@ -16,6 +16,7 @@ import pytest
 
 from sparse_loop_jax.bench import (
     attention,
+    attention_ops,
     chain,
     measure,
     torch_peer,
@@ -167,10 +168,10 @@ def test_a_peer_is_compared_and_kernels_that_do_not_serve_are_not_timed(monkeypa
     monkeypatch.setattr(measure, "bandwidth", lambda: 1e9)
     # No kernel serves heads of 20; one asked for by name is not replaced.
     w = dataclasses.replace(TINY, head_dim=20, retention=None)
-    options = attention.Options("pallas", repeats=1)
+    options = attention_ops.Options("pallas", repeats=1)
     (row,) = attention.bench_attention([w], options=options, peer={(2, 40): 1.0})
     assert (row["served by"], row["us"], row["vs torch"]) == ("none", None, None)
-    options = attention.Options("xla", repeats=1)
+    options = attention_ops.Options("xla", repeats=1)
     (row,) = attention.bench_attention([w], options=options, peer={(2, 40): 1.0})
     assert row["vs torch"] == pytest.approx(1e6 / row["us"])
 
@@ -178,7 +179,7 @@ def test_a_peer_is_compared_and_kernels_that_do_not_serve_are_not_timed(monkeypa
 def test_references_are_not_timed_on_a_gpu_unless_asked_for(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     free, asked = (
-        attention._Bound(attention.paged_attention, attention.Options(name))
+        attention_ops.Bound(attention_ops.paged_attention, attention_ops.Options(name))
         for name in (None, "xla")
     )
     assert asked.worth_timing("xla")
@@ -220,29 +221,50 @@ WRONG = {
 def test_a_wrong_result_fails_the_run(case, monkeypatch):
     name, spoil, message = WRONG[case]
     for other in OPS:
-        op = getattr(attention, other)
+        op = getattr(attention_ops, other)
         copy = op_with(op, spoil) if other == name else op_with(op)
-        monkeypatch.setattr(attention, other, copy)
-    options = attention.Options("other", repeats=1)
+        monkeypatch.setattr(attention_ops, other, copy)
+    options = attention_ops.Options("other", repeats=1)
     inputs = workloads.paged_inputs(TINY)
     with pytest.raises(RuntimeError, match=message):
         {
-            "paged_attention": lambda: attention._dense(TINY, inputs, options),
-            "select_keys": lambda: attention._select(TINY, options),
-            "capture_attention": lambda: attention._capture(TINY, inputs, options),
-            "sparse_attention": lambda: attention._consume(TINY, inputs, options),
+            "paged_attention": lambda: attention_ops.dense(TINY, inputs, options),
+            "select_keys": lambda: attention_ops.select(TINY, options),
+            "capture_attention": lambda: attention_ops.capture(TINY, inputs, options),
+            "sparse_attention": lambda: attention_ops.consume(TINY, inputs, options),
         }[name]()
 
 
 def test_a_consume_that_is_dense_fails_the_run(monkeypatch):
     inputs = workloads.paged_inputs(TINY)
     for name in ("paged_attention", "select_keys"):
-        monkeypatch.setattr(attention, name, op_with(getattr(attention, name)))
-    dense = attention.paged_attention(*inputs.args(), implementation="xla")
-    silent = op_with(attention.sparse_attention, lambda out: dense)
-    monkeypatch.setattr(attention, "sparse_attention", silent)
+        monkeypatch.setattr(attention_ops, name, op_with(getattr(attention_ops, name)))
+    dense = attention_ops.paged_attention(*inputs.args(), implementation="xla")
+    silent = op_with(attention_ops.sparse_attention, lambda out: dense)
+    monkeypatch.setattr(attention_ops, "sparse_attention", silent)
     with pytest.raises(RuntimeError, match="only 0 rows of consume are not dense ones"):
-        attention._consume(TINY, inputs, attention.Options("other", repeats=1))
+        attention_ops.consume(TINY, inputs, attention_ops.Options("other", repeats=1))
+
+
+def test_a_failed_op_has_no_time_and_the_others_do(monkeypatch):
+    monkeypatch.setattr(measure, "bandwidth", lambda: 1e9)
+    for name in OPS:
+        op = getattr(attention_ops, name)
+        copy = op_with(op, lambda out: 0 * out) if name == "select_keys" else op_with(op)
+        monkeypatch.setattr(attention_ops, name, copy)
+    seen = []
+    with pytest.raises(RuntimeError, match="select is off by"):
+        attention.bench_attention(
+            [TINY],
+            retentions=[0.5],
+            options=attention_ops.Options("other", repeats=1),
+            progress=lambda rows: seen.append(len(rows)) or seen.extend(rows),
+        )
+    count, dense, select, capture, _ = seen
+    assert count == 4
+    assert (select["us"], select["served by"]) == (None, "failed")
+    assert dense["us"] > 0
+    assert capture["us"] > 0
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,4", "4x", "-1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 
 HELP = "measure decoding and its attention, against the bytes they must move; tune kernels"
@@ -40,18 +41,29 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1 or args.repeats < 1:
         raise ValueError(f"steps and repeats must be >= 1, got {args.steps}, {args.repeats}")
 
-    from sparse_loop_jax.bench import measure, model, report
+    from sparse_loop_jax.bench import model, report
 
     if args.shape not in model.SHAPES:
         raise ValueError(f"shape must be one of {sorted(model.SHAPES)}, got {args.shape!r}")
     if args.benchmark == "tune":
         return _tune(args, cases)
     rows = _BENCHMARKS[args.benchmark](args, model.SHAPES[args.shape], cases, retentions)
-    setup = measure.setup_info() | {"shape": args.shape, "dtype": args.dtype}
-    report.print_table(f"bench {args.benchmark}", rows, setup)
-    if args.json:
-        report.write_json(args.json, args.benchmark, rows, setup)
+    report.print_table(f"bench {args.benchmark}", rows, _setup(args))
+    _save(args, rows)
     return 0
+
+
+def _setup(args: argparse.Namespace) -> dict[str, str]:
+    from sparse_loop_jax.bench import measure
+
+    return measure.setup_info() | {"shape": args.shape, "dtype": args.dtype}
+
+
+def _save(args: argparse.Namespace, rows: list) -> None:
+    from sparse_loop_jax.bench import report
+
+    if args.json:
+        report.write_json(args.json, args.benchmark, rows, _setup(args))
 
 
 def _options(args: argparse.Namespace) -> dict:
@@ -94,7 +106,11 @@ def _attention(args, config, cases, retentions):
     peer = None if args.no_peer else torch_peer.attention_seconds(workloads[0], cases)
     options = attention.Options(args.implementation, repeats=args.repeats)
     return attention.bench_attention(
-        workloads, retentions=retentions, options=options, peer=peer
+        workloads,
+        retentions=retentions,
+        options=options,
+        peer=peer,
+        progress=functools.partial(_save, args),  # a run cut short leaves what it has
     )
 
 
