@@ -7,7 +7,13 @@ import pytest
 
 import sparse_loop_jax as slj
 from sparse_loop_jax.evaluate import evaluate, read_questions, text_prompts, text_windows
-from sparse_loop_jax.evaluate.inputs import at_retention, check_retentions, encode, evenly
+from sparse_loop_jax.evaluate.inputs import (
+    at_retention,
+    check_retentions,
+    encode,
+    evenly,
+    rolling_windows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,16 @@ def test_fewer_windows_are_evenly_spaced(mute):
     assert [w.ids[0] for w in some] == [0, 48, 88]
     assert len(text_windows(mute, ids, window=12, prefix=4, most=99)) == 12
     assert evenly([1, 2, 3], None) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(1, 4), (4, 4), (5, 4), (8, 4), (9, 2)])
+def test_rolling_windows_cover_the_text(tokens, length):
+    ids = list(range(tokens))
+    judged = []
+    for window in rolling_windows(ids, 99, length):
+        assert len(window.ids) - 1 <= length
+        judged += window.ids[window.prefix + 1 :].tolist()
+    assert judged == ids
 
 
 def test_prompts_are_evenly_spaced(model):

@@ -150,16 +150,6 @@ def test_rolling_scores_every_token_once(make):
     assert lm.loglikelihood_rolling([Request(("",))]) == [0.0]
 
 
-@pytest.mark.parametrize(("tokens", "length"), [(1, 4), (4, 4), (5, 4), (8, 4), (9, 2)])
-def test_rolling_windows_cover_the_text(adapter, tokens, length):
-    ids = list(range(tokens))
-    judged = []
-    for window in adapter.rolling_windows(ids, 99, length):
-        assert len(window.ids) - 1 <= length
-        judged += window.ids[window.prefix + 1 :].tolist()
-    assert judged == ids
-
-
 def test_generate_until(make):
     lm = make(speculative_tokens="2", draft_loops="1")
     contexts = ["The cat", "A dog and"]

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from sparse_loop_jax.evaluate.inputs import evenly
 
     if args.plot is not None:
-        from sparse_loop_jax.evaluate.plots import check_picture
+        from sparse_loop_jax.evaluate.drawing import check_picture
 
         check_picture(args.plot)
     questions = None

@@ -139,6 +139,25 @@ def text_windows(
     return evenly(cuts, most)
 
 
+def rolling_windows(ids: list[int], first: int, length: int) -> list[Forced]:
+    """Windows over which each of `ids` is predicted once, with at most `length` of context.
+
+    >>> [(w.ids.tolist(), w.prefix) for w in rolling_windows([0, 1, 2, 3, 4, 5], 9, 4)]
+    [([9, 0, 1, 2, 3], 0), ([1, 2, 3, 4, 5], 2)]
+
+    Args:
+      first: what the first token is conditioned on.
+      length: tokens that a window feeds.
+    """
+    whole = np.asarray([first, *ids], np.int32)
+    windows = []
+    for start in range(0, len(ids), length):
+        end = min(start + length, len(ids))  # predicts ids[start:end]
+        begin = max(0, end - length)
+        windows.append(Forced(whole[begin : end + 1], start - begin))
+    return windows
+
+
 def evenly(items: list[T], most: int | None) -> list[T]:
     """At most `most` of the items, evenly spaced; all if that is None."""
     if most is None or most >= len(items):

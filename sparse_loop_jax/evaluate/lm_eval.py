@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sparse_loop_jax.evaluate.forcing import Forced, force
+from sparse_loop_jax.evaluate.inputs import rolling_windows
 from sparse_loop_jax.evaluate.progress import Steps
 
 try:
@@ -262,25 +263,6 @@ class SparseLoopLM(LM):
             if not running:
                 break
         return [cut_at(text, until) for text in texts]
-
-
-def rolling_windows(ids: list[int], first: int, length: int) -> list[Forced]:
-    """Windows over which each of `ids` is predicted once, with at most `length` of context.
-
-    >>> [(w.ids.tolist(), w.prefix) for w in rolling_windows([0, 1, 2, 3, 4, 5], 9, 4)]
-    [([9, 0, 1, 2, 3], 0), ([1, 2, 3, 4, 5], 2)]
-
-    Args:
-      first: what the first token is conditioned on.
-      length: tokens that a window feeds.
-    """
-    whole = np.asarray([first, *ids], np.int32)
-    windows = []
-    for start in range(0, len(ids), length):
-        end = min(start + length, len(ids))  # predicts ids[start:end]
-        begin = max(0, end - length)
-        windows.append(Forced(whole[begin : end + 1], start - begin))
-    return windows
 
 
 def cut_at(text: str, until: Sequence[str]) -> str:

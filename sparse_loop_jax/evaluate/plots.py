@@ -6,77 +6,29 @@ python -m sparse_loop_jax.evaluate.plots EVALUATION.json --out FOLDER [--bench B
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib.util
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_loop_jax.evaluate.drawing import (
+    COLOURS,
+    INK,
+    log_scale,
+    new_figure,
+    percent,
+    ramp,
+    styled,
+)
 from sparse_loop_jax.evaluate.report import Evaluation, Row, read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _FAINT = "#222222", "#d9d9d9"
-_LOOPS = ("#1f4e79", "#c05a1c", "#2e7d4f", "#7a3e9d")
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": "#888888",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": _FAINT,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4,
-}
 
-
-# What formats note of their making; left out, so that the same numbers give the same file.
-_NO_DATES: dict[str, dict] = {".png": {"Software": None}, ".svg": {"Date": None}}
-
-
-def _styled(plot: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Draws in this module's style, writes the figure to `path`, and hands it out."""
-
-    @functools.wraps(plot)
-    def draw(content: Any, path: str | Path) -> Figure:
-        check_picture(path)
-        import matplotlib
-
-        with matplotlib.rc_context(_STYLE):
-            figure = plot(content)
-            figure.savefig(path, dpi=160, metadata=_NO_DATES.get(Path(path).suffix))
-        return figure
-
-    return draw
-
-
-def check_picture(path: str | Path) -> None:
-    """Complains about a picture that cannot be drawn before anything is measured for it.
-
-    Raises:
-      ValueError: matplotlib is not installed, or does not know the ending of the name.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'sparse-loop-jax[plots]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    ending = Path(path).suffix.removeprefix(".")
-    if ending not in known:
-        raise ValueError(f"{path}: a picture's name must end with one of {sorted(known)}")
-
-
-@_styled
+@styled
 def plot_quality(result: Evaluation) -> Figure:
     """Perplexity, KL, agreement and answers, and retained mass against retention.
 
@@ -86,7 +38,7 @@ def plot_quality(result: Evaluation) -> Figure:
     text, answers = result.tables.get("text"), result.tables.get("answers")
     if text is None and answers is None:
         raise ValueError("there is nothing to draw: neither a text nor tasks were measured")
-    figure, axes = _figure((8.2, 5.8), 2, 2)
+    figure, axes = new_figure((8.2, 5.8), 2, 2)
     _perplexity(axes[0][0], text)
     _divergence(axes[0][1], text)
     _shares(axes[1][0], text, answers)
@@ -101,7 +53,7 @@ def plot_quality(result: Evaluation) -> Figure:
     return figure
 
 
-@_styled
+@styled
 def plot_mass(result: Evaluation) -> Figure:
     """Heat maps of the kept keys' mass, layer by loop, a panel for each sparse retention."""
     rows = result["attention"]
@@ -123,9 +75,9 @@ def plot_mass(result: Evaluation) -> Figure:
         for retention in retentions
     }
     low = min(value for grid in cells.values() for line in grid for value in line)
-    width = max(1.5 * len(retentions) + 1.6, 4.5)
+    width = max(1.5 * len(retentions) + 1.6, 6.0)
     height = min(max(0.42 * len(layers) + 1.7, 3.0), 8.0)
-    figure, axes = _figure((width, height), 1, len(retentions), sharey=True)
+    figure, axes = new_figure((width, height), 1, len(retentions), sharey=True)
     image: Any = None
     for axis, retention in zip(axes[0], retentions, strict=True):
         image = axis.imshow(
@@ -133,7 +85,7 @@ def plot_mass(result: Evaluation) -> Figure:
             aspect="auto",
         )  # fmt: skip
         axis.grid(False)
-        axis.set_title(f"{_percent(retention)} of keys")
+        axis.set_title(f"{percent(retention)} of keys")
         axis.set_xticks(range(len(loops)), [str(loop) for loop in loops])
         axis.set_xlabel("loop")
         axis.tick_params(length=0)
@@ -143,7 +95,7 @@ def plot_mass(result: Evaluation) -> Figure:
                     dark = value < (1 + low) / 2
                     axis.text(
                         x, y, f"{value:.2f}", ha="center", va="center", fontsize=7.5,
-                        color="white" if dark else _INK,
+                        color="white" if dark else INK,
                     )  # fmt: skip
     step = 1 if len(layers) <= 12 else 4
     axes[0][0].set_yticks(range(0, len(layers), step), [str(i) for i in layers[::step]])
@@ -151,36 +103,35 @@ def plot_mass(result: Evaluation) -> Figure:
     bar = figure.colorbar(image, ax=axes[0].tolist(), pad=0.01, fraction=0.03)
     bar.outline.set_visible(False)
     figure.suptitle(
-        f"Attention mass of the keys that loop {loops[0]} kept, in each loop's own softmax",
+        f"Attention mass that the keys kept by loop {loops[0]} have in each loop",
         x=0.01, ha="left",
     )  # fmt: skip
     return figure
 
 
-@_styled
+@styled
 def plot_positions(result: Evaluation) -> Figure:
     """KL, retained mass and attention error against the keys that a row saw."""
     rows = [r for r in result["positions"] if r["retention"] < 1.0]
-    figure, axes = _figure((9.6, 3.3), 1, 3)
+    figure, axes = new_figure((9.6, 3.3), 1, 3)
     titles = {
         "KL": "KL(dense || sparse), nats",
-        "mass": "retained mass in the captured loop",
-        "error": "relative error of the attention output",
+        "mass": "mass of the kept keys",
+        "error": "error of attention outputs",
     }
     retentions = sorted({r["retention"] for r in rows}, reverse=True)
-    colours = _ramp(len(retentions))
+    colours = ramp(len(retentions))
     for axis, (name, title) in zip(axes[0], titles.items(), strict=True):
         for retention, colour in zip(retentions, colours, strict=True):
             mine = [r for r in rows if r["retention"] == retention and r[name] is not None]
             axis.plot(
                 [(r["from"] + r["to"]) / 2 for r in mine], [r[name] for r in mine],
-                marker="o", color=colour, label=_percent(retention),
+                marker="o", color=colour, label=percent(retention),
             )  # fmt: skip
         axis.set_title(title)
         axis.set_xlabel("keys that the row saw")
-        axis.set_xlim(left=0)
     if any(r["KL"] > 0 for r in rows):
-        axes[0][0].set_yscale("log")
+        log_scale(axes[0][0])
     axes[0][1].set_ylim(top=1.02)
     axes[0][2].set_ylim(bottom=0)
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -188,7 +139,7 @@ def plot_positions(result: Evaluation) -> Figure:
     return figure
 
 
-@_styled
+@styled
 def plot_speed(bench: dict) -> Figure:
     """Milliseconds a decode step against context, with the least that its bytes allow.
 
@@ -207,8 +158,8 @@ def plot_speed(bench: dict) -> Figure:
     # A batch at one context only is no line.
     batches = [b for b in batches if sum(p[0] == b for p in pairs) > 1] or batches
     retentions = sorted({r["retention"] for r in rows}, reverse=True)
-    colours = [_INK, *_ramp(len(retentions) - 1)]
-    figure, axes = _figure((0.9 + 3.4 * len(batches), 3.6), 1, len(batches))
+    colours = [INK, *ramp(len(retentions) - 1)]
+    figure, axes = new_figure((0.9 + 3.4 * len(batches), 3.6), 1, len(batches))
     for axis, batch in zip(axes[0], batches, strict=True):
         for retention, colour in zip(retentions, colours, strict=True):
             mine = sorted(
@@ -216,7 +167,7 @@ def plot_speed(bench: dict) -> Figure:
                 key=lambda r: r["context"],
             )
             context = [r["context"] for r in mine]
-            name = "dense" if retention == 1.0 else f"{_percent(retention)} of keys"
+            name = "dense" if retention == 1.0 else f"{percent(retention)} of keys"
             axis.plot(
                 context, [r["ms/step"] for r in mine], marker="o", color=colour, label=name
             )
@@ -253,8 +204,8 @@ def _perplexity(axis: Axes, text: list[Row] | None) -> None:
         [math.exp(dense + r["nll change"] + s * e) for r, e in zip(text, error, strict=True)]
         for s in (-1, 1)
     ]
-    axis.fill_between(x, band[0], band[1], color=_LOOPS[0], alpha=0.15, linewidth=0)
-    axis.plot(x, [r["perplexity"] for r in text], marker="o", color=_LOOPS[0])
+    axis.fill_between(x, band[0], band[1], color=COLOURS[0], alpha=0.15, linewidth=0)
+    axis.plot(x, [r["perplexity"] for r in text], marker="o", color=COLOURS[0])
     axis.set_title("perplexity of held-out text")
     axis.ticklabel_format(axis="y", useOffset=False)
 
@@ -265,10 +216,10 @@ def _divergence(axis: Axes, text: list[Row] | None) -> None:
         return
     x = [r["retention"] for r in rows]
     axis.plot(
-        x, [r["KL p99"] for r in rows], marker="o", color=_LOOPS[1], label="99th percentile"
+        x, [r["KL p99"] for r in rows], marker="o", color=COLOURS[1], label="99th percentile"
     )
-    axis.plot(x, [r["KL"] for r in rows], marker="o", color=_LOOPS[0], label="mean")
-    axis.set_yscale("log")
+    axis.plot(x, [r["KL"] for r in rows], marker="o", color=COLOURS[0], label="mean")
+    log_scale(axis)
     axis.set_title("KL(dense || sparse) of the next token, nats")
     axis.legend()
 
@@ -277,12 +228,12 @@ def _shares(axis: Axes, text: list[Row] | None, answers: list[Row] | None) -> No
     if text is not None:
         axis.plot(
             [r["retention"] for r in text], [r["agreement"] for r in text], marker="o",
-            color=_LOOPS[0], label="likeliest token equals dense's",
+            color=COLOURS[0], label="likeliest token equals dense's",
         )  # fmt: skip
     if answers is not None:
         axis.plot(
             [r["retention"] for r in answers], [r["accuracy"] for r in answers], marker="s",
-            color=_LOOPS[1], label=f"right answers of {answers[0]['questions']}",
+            color=COLOURS[1], label=f"right answers of {answers[0]['questions']}",
         )  # fmt: skip
     axis.set_title("share of tokens and answers")
     axis.set_ylim(min(0.8, axis.get_ylim()[0]), 1.01)
@@ -298,7 +249,7 @@ def _mass(axis: Axes, text: list[Row] | None) -> None:
     lines = {"mass": "in the loop that chose them"}
     later = [k for k in rows[0] if k.startswith("mass in loop ")]
     lines |= {name: name.removeprefix("mass ") for name in later}
-    for colour, (name, label) in zip(_LOOPS, lines.items(), strict=False):
+    for colour, (name, label) in zip(COLOURS, lines.items(), strict=False):
         axis.plot(x, [1.0, *(r[name] for r in rows)], marker="o", color=colour, label=label)
     axis.set_title("attention mass of the kept keys")
     axis.set_ylim(top=1.01)
@@ -308,23 +259,10 @@ def _mass(axis: Axes, text: list[Row] | None) -> None:
 def _retention_axis(axis: Axes, retentions: Sequence[float]) -> None:
     """Fewer keys to the right; a tick for each retention that was measured."""
     axis.set_xscale("log")
-    axis.set_xticks(list(retentions), [_percent(r) for r in retentions])
+    axis.set_xticks(list(retentions), [percent(r) for r in retentions])
     axis.minorticks_off()
     axis.set_xlim(max(retentions) * 1.15, min(retentions) / 1.15)
     axis.set_xlabel("keys kept")
-
-
-def _figure(size: tuple[float, float], rows: int, columns: int, **options):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def _ramp(count: int) -> list:
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](0.85 * (1 - i / max(count - 1, 1))) for i in range(count)]
 
 
 def _subject(result: Evaluation) -> str:
@@ -333,10 +271,6 @@ def _subject(result: Evaluation) -> str:
     if setup.get("windows"):
         parts.append(f"{setup['windows']} windows of {setup['window']} tokens")
     return ", ".join(parts)
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:g} %"
 
 
 def _mean(values) -> float:
