@@ -59,6 +59,7 @@ def test_names_tell_workloads_apart():
         ({"batch": 0}, "batch must be positive, got 0"),
         ({"heads": 3, "kv_heads": 2}, "3 heads do not share 2 kv heads"),
         ({"rows": 50}, "50 rows need as many keys, got 40"),
+        ({"retention": 1.5}, r"retention must be in \(0, 1\], got 1.5"),
     ],
 )
 def test_workloads_without_sense_are_refused(change, message):

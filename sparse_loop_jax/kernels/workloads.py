@@ -47,6 +47,8 @@ class AttentionWorkload:
             raise ValueError(f"{self.heads} heads do not share {self.kv_heads} kv heads")
         if self.rows > self.context:
             raise ValueError(f"{self.rows} rows need as many keys, got {self.context}")
+        if self.retention is not None and not 0 < self.retention <= 1:
+            raise ValueError(f"retention must be in (0, 1], got {self.retention}")
 
     @property
     def name(self) -> str:
