@@ -85,7 +85,7 @@ def choose_config(outputs: int, inputs: int, *, gated: bool, splits: bool):
             block_in=block_in,
             splits=cut,
             num_warps=block_out // 16,
-            num_stages=5,
+            num_stages=4 if gated else 5,
         )
         if config.fits(outputs, inputs):
             return config

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from sparse_loop_jax.kernels import pallas_triton
 from sparse_loop_jax.kernels.kv_write.places import place_rows
-from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS
+from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS, choose_config
 from sparse_loop_jax.kernels.matvec.pallas_kernels import MatvecConfig, dot_rows
 from sparse_loop_jax.kernels.pallas_triton import load, store
 from sparse_loop_jax.kernels.project_qkv.op import project_qkv
@@ -44,7 +44,7 @@ def project_qkv_pallas(
     if not 1 <= batch * rows <= MAX_ROWS:
         raise NotImplementedError(f"project_qkv takes 1 to {MAX_ROWS} rows: {batch * rows}")
     if config is None:
-        config = choose_config(dim, inputs)
+        config = choose_config(dim, inputs, gated=False, splits=False)
     if config is None or config.splits > 1 or not config.fits(dim, inputs):
         raise NotImplementedError(f"project_qkv cannot cut heads of {dim} by {config}")
     return _run(
@@ -60,21 +60,6 @@ def project_qkv_pallas(
         config=config,
         interpret=pallas_triton.interpreting(),
     )
-
-
-def choose_config(dim: int, inputs: int) -> MatvecConfig | None:
-    """A configuration computed from the head's size and the reduction; None if none fits.
-
-    Many programs of one warp, each with a few pairs of a head: the rotation needs both
-    halves, and the weights come as fast as tiles in flight ask for them.
-    """
-    for block_out, block_in in ((32, 128), (32, 64), (32, 32), (16, 32), (16, 16)):
-        config = MatvecConfig(
-            block_out=block_out, block_in=block_in, splits=1, num_warps=1, num_stages=6
-        )
-        if config.fits(dim, inputs):
-            return config
-    return None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
