@@ -169,6 +169,7 @@ TEXT = "some text that is long enough for a window"
         ({"text": None, "questions": read_questions('{"prompt": "a", "answer": "b"}'),
           "prompts": 1}, "prompts are taken from the text"),
         ({"sparse": slj.SparseDecodeConfig(capture_loop=3)}, "more than the model's 4 loops"),
+        ({"sparse": slj.SparseDecodeConfig(capacity=7)}, "capacity 7 is below the 8 keys"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_before_anything_runs(

@@ -12,6 +12,7 @@ import numpy as np
 from sparse_loop_jax.evaluate import answers, continuations, text as text_tables
 from sparse_loop_jax.evaluate.inputs import (
     Question,
+    at_retention,
     check_retentions,
     text_prompts,
     text_windows,
@@ -108,8 +109,6 @@ def evaluate(
     )
     sparse = SparseDecodeConfig() if sparse is None else sparse
     config = model.config
-    if len(wanted) > 1:
-        sparse.modes(config.total_ut_steps)
     if text is None and questions is None:
         raise ValueError("nothing to measure: give a text, questions, or both")
     if (prompts or acceptance) and text is None:
@@ -135,6 +134,11 @@ def evaluate(
             )
 
     asked = None if questions is None else answers.ask(model, questions)
+    lengths = [len(w.ids) - 1 for w in cuts] + [len(p) + new_tokens - 1 for p in starts]
+    lengths += [len(q.prompt) + q.limit - 1 for q in asked or []]
+    longest = min(max(lengths), config.max_position_embeddings)
+    for retention in wanted[1:]:
+        at_retention(sparse, retention, longest).validate_for(config, longest)
 
     count = len(wanted)
     total = text_tables.parts(len(cuts), count, batch) if cuts else 0
