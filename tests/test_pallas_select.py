@@ -86,6 +86,7 @@ def test_rows_have_their_own_lengths_and_counts(select):
     lengths = rng.integers(0, SPAN + 1, len(rows)).astype(np.int32)
     lengths[:2] = 0, SPAN
     counts = np.minimum(rng.integers(0, CAPACITY + 1, len(rows)), lengths).astype(np.int32)
+    lengths[2:4], counts[2:4] = SPAN, 0
     out = np.asarray(select(rows, lengths, counts))
     for row, length, count, got in zip(rows, lengths, counts, out, strict=True):
         assert got[:count].tolist() == expected(row[:length], count)

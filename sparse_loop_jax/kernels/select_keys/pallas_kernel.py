@@ -134,8 +134,8 @@ def select_kernel(
     )
     exact = n_low == count
     # What reaches `top` is kept, and of the keys that equal `low` those in the first positions.
+    # Where the count is 0, that is one past the largest key, or `low` with no key there.
     top = jnp.where(exact, low, high)
-    top = jnp.where(count == 0, _u32(HIGHEST + 1), top)
 
     def raise_ties(k, positions, cut):
         return jnp.where((k == low) & (positions < cut), top, k)
