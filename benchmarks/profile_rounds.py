@@ -9,6 +9,7 @@ round, the time the device was busy, and the kernels that took most of it.
 from __future__ import annotations
 
 import collections
+import functools
 import glob
 import gzip
 import json
@@ -61,11 +62,7 @@ def main(cases: list[str]) -> None:
 def profile(case: str, params, state) -> None:
     step = None
     if state.spec.speculative is not None:
-        hooks = RoundHooks(accepted=accept_all)
-
-        def step(params, state, retire):
-            return speculative_step(params, state, retire, hooks=hooks)
-
+        step = functools.partial(speculative_step, hooks=RoundHooks(accepted=accept_all))
     with RoundDriver(params, state, step=step) as driver:
         del state
 
