@@ -81,16 +81,15 @@ def profile(case: str, params, state) -> None:
             with jax.profiler.trace(folder):
                 rounds()
             events = _device_events(folder)
-    spans, count = collections.Counter(), collections.Counter()
+    spans: dict[str, list[float]] = collections.defaultdict(list)
     for name, microseconds in events:
-        spans[name] += microseconds
-        count[name] += 1
-    busy = sum(spans.values()) / ROUNDS
+        spans[name].append(microseconds)
+    busy = sum(map(sum, spans.values())) / ROUNDS
     print(f"\n{case}: {wall * 1e3:.2f} ms a round, device busy {busy / 1e3:.2f} ms")
-    for name, total in spans.most_common(16):
-        each = total / count[name]
+    for name, each in sorted(spans.items(), key=lambda item: -sum(item[1]))[:16]:
+        total, calls = sum(each), len(each)
         print(
-            f"  {total / ROUNDS:9.0f} us  {count[name] // ROUNDS:5d} x {each:7.1f} us  {name}"
+            f"  {total / ROUNDS:9.0f} us {calls // ROUNDS:5d} x {total / calls:7.1f} us  {name}"
         )
 
 
