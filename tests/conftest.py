@@ -26,9 +26,11 @@ from sparse_loop_jax.models import LayerParams, Ouro, OuroConfig, OuroParams
 # Silent broadcasting between ranks is the commonest way to get a plausible wrong number.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Most of the suite's time is compilation, of much the same programs in every process and
-# run. The environment variable of JAX, where set, decides.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+# Most of the suite's time is compilation, of much the same programs at every run. The
+# environment variable of JAX, where set, decides. Not in CI, which starts from nothing, and not
+# from JAX 0.11 on: 0.11.2 has crashed while it wrote a program for the CPU to the cache.
+_cached = not os.environ.get("CI") and jax.__version_info__ < (0, 11)
+if _cached and not jax.config.jax_compilation_cache_dir:
     _CACHE = Path(__file__).parent.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
