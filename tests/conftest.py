@@ -30,7 +30,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # environment variable of JAX, where set, decides. Not in CI, which starts from nothing, and not
 # from JAX 0.11 on: 0.11.2 has crashed while it wrote a program for the CPU to the cache.
 _cached = not os.environ.get("CI") and jax.__version_info__ < (0, 11)
-if _cached and not jax.config.jax_compilation_cache_dir:
+if _cached and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     _CACHE = Path(__file__).parent.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
