@@ -20,7 +20,7 @@ import time
 
 import jax
 
-from sparse_loop_jax.bench.model import SHAPES, random_weights, state_at
+from sparse_loop_jax.bench.model import SHAPES, state_at
 from sparse_loop_jax.bench.rounds import accept_all
 from sparse_loop_jax.decoding import (
     DecodeSpec,
@@ -29,6 +29,7 @@ from sparse_loop_jax.decoding import (
     speculative_step,
 )
 from sparse_loop_jax.decoding.speculative import RoundHooks
+from sparse_loop_jax.models.ouro import random_params
 from sparse_loop_jax.sparse import SparseDecodeConfig
 
 ROUNDS = 6
@@ -36,7 +37,7 @@ ROUNDS = 6
 
 def main(cases: list[str]) -> None:
     config = SHAPES["ouro-1.4b" if jax.default_backend() == "gpu" else "tiny"]
-    params = random_weights(config, "bfloat16")
+    params = random_params(config, jax.random.key(0), "bfloat16")
     for case in cases:
         shape, retention, drafting = [*case.split(), *["1.0", "0"][len(case.split()) - 1 :]]
         batch, context = map(int, shape.split("x"))

@@ -75,9 +75,3 @@ def setup_info() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return info
-
-
-def peak_bytes() -> int | None:
-    """Peak device memory since the process began; None where it is not known."""
-    stats = jax.devices()[0].memory_stats()
-    return None if not stats else stats.get("peak_bytes_in_use")

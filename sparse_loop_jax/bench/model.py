@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, states at a given context, and byte counts."""
+"""Shapes of real models, states at a given context, and byte counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparse_loop_jax.decoding.adaptive import new_history
 from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.decoding.state import DecodeState, RequestParams
 from sparse_loop_jax.generation.buckets import power_of_two
-from sparse_loop_jax.models import OURO_1_4B, OURO_2_6B, OuroConfig, OuroParams, param_shapes
+from sparse_loop_jax.models import OURO_1_4B, OURO_2_6B, OuroConfig
 from sparse_loop_jax.sparse import store as reference_store
 from sparse_loop_jax.sparse.arithmetic import retained_counts
 
@@ -31,25 +31,6 @@ SHAPES = {
         head_dim=16,
     ),
 }
-
-
-def random_weights(config: OuroConfig, dtype, seed: int = 0) -> OuroParams:
-    """Normal weights of `initializer_range`, norm gains of 1; made on the device."""
-    shapes = param_shapes(config, dtype)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-
-    @jax.jit
-    def normal(key, like):
-        return config.initializer_range * jax.random.normal(key, like.shape, like.dtype)
-
-    values = []
-    for index, (path, leaf) in enumerate(leaves):
-        if "norm" in path[-1].name:
-            values.append(jnp.ones(leaf.shape, leaf.dtype))
-        else:
-            key = jax.random.key(seed * 1_000_003 + index)
-            values.append(normal(key, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
-    return jax.tree_util.tree_unflatten(treedef, values)
 
 
 def state_at(

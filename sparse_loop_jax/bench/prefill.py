@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 
 from sparse_loop_jax.bench import measure
-from sparse_loop_jax.bench.model import random_weights, step_bytes
+from sparse_loop_jax.bench.model import step_bytes
 from sparse_loop_jax.bench.report import Row
 from sparse_loop_jax.generation import start
 from sparse_loop_jax.generation.compilation import count_compilations
+from sparse_loop_jax.generation.memory import peak_bytes
 from sparse_loop_jax.models import Ouro, OuroConfig
 
 
@@ -21,7 +22,7 @@ def bench_prefill(
     implementation: str | None = None,
 ) -> list[Row]:
     """Times the prefill of (batch, tokens) prompts, from an idle to an idle device."""
-    model = Ouro(config, params=random_weights(config, dtype))
+    model = Ouro(config, rngs=0, dtype=dtype)
     rows = []
     for batch, tokens in cases:
         ids = jax.random.randint(jax.random.key(1), (batch, tokens), 1, config.vocab_size)
@@ -43,7 +44,7 @@ def bench_prefill(
                 "spread": timing.spread,
                 "compile s": compiled.seconds,
                 "programs": compiled.programs,
-                "peak GB": None if (peak := measure.peak_bytes()) is None else peak / 1e9,
+                "peak GB": None if (peak := peak_bytes()) is None else peak / 1e9,
             }
         )
     return rows

@@ -15,6 +15,7 @@ from sparse_loop_jax.decoding import DecodeSpec, RoundDriver, speculative_step
 from sparse_loop_jax.decoding.speculative import RoundHooks
 from sparse_loop_jax.decoding.state import RoundCounters
 from sparse_loop_jax.generation.compilation import count_compilations
+from sparse_loop_jax.generation.memory import peak_bytes
 from sparse_loop_jax.models import OuroParams
 
 
@@ -29,7 +30,7 @@ class TimedRounds:
 
     def columns(self) -> Row:
         """What every table of rounds ends with."""
-        peak = measure.peak_bytes()
+        peak = peak_bytes()
         return {
             "spread": self.timing.spread,
             "compile s": self.compile_seconds,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from sparse_loop_jax.bench import measure
-from sparse_loop_jax.bench.model import StepBytes, random_weights, step_bytes
+from sparse_loop_jax.bench.model import StepBytes, step_bytes
 from sparse_loop_jax.bench.report import Row
 from sparse_loop_jax.bench.rounds import check_sparse, time_rounds
 from sparse_loop_jax.decoding import DecodeSpec, SpeculativeConfig
 from sparse_loop_jax.models import OuroConfig
+from sparse_loop_jax.models.ouro import random_params
 from sparse_loop_jax.sparse import SparseDecodeConfig
 
 
@@ -33,7 +35,7 @@ def bench_speculative(
     Raises:
       RuntimeError: a sparse run did not capture and consume every row in every layer.
     """
-    params = random_weights(config, dtype)
+    params = random_params(config, jax.random.key(0), dtype)
     peak = measure.bandwidth()
     itemsize = jnp.dtype(dtype).itemsize
     rows = []

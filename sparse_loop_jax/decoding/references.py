@@ -141,8 +141,7 @@ def column(sparse: SparseRows | None, i) -> SparseRows | None:
     """The same references with row i of each request alone in the plan."""
     if sparse is None:
         return None
-    plan = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1), sparse.plan)
-    return dataclasses.replace(sparse, plan=plan)
+    return dataclasses.replace(sparse, plan=sparse.plan.row(i))
 
 
 def with_plan(sparse: SparseRows | None, like: SparseRows | None) -> SparseRows | None:

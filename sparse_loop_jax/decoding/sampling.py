@@ -31,6 +31,22 @@ def filtered_logits(logits: jax.Array, temperature, top_k, top_p) -> jax.Array:
     return jnp.where(temperature > 0, sampled, greedy)
 
 
+def seed_words(seed: int) -> tuple[int, int]:
+    """The two 32-bit words of a seed below 2^63, the low one first."""
+    return int(seed) & 0xFFFFFFFF, int(seed) >> 32
+
+
+def request_key(words: jax.Array, occurrence: jax.Array) -> jax.Array:
+    """The PRNG key of one request.
+
+    Args:
+      words: uint32 [2], `seed_words` of its seed.
+      occurrence: how many equal prompts came before it; 0 for what it would draw alone.
+    """
+    seeded = jax.random.fold_in(jax.random.key(words[0]), words[1])
+    return jax.random.fold_in(seeded, occurrence)
+
+
 def choose_tokens(
     logits: jax.Array, request: RequestParams, position: jax.Array, *, sampled: bool
 ) -> jax.Array:

@@ -56,15 +56,15 @@ def prefill(
 def _prefill(params, state, tokens, valid, ends):
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     rows = Rows(state.position[:, None] + offsets, offsets < valid[:, None])
-    readout = _readout(state, params.embed[tokens])
+    embedded = params.embed[tokens]
     done = run_loops(
         params,
         state.spec,
-        params.embed[tokens],
+        embedded,
         rows,
         state.cache,
         range(state.spec.config.total_ut_steps),
-        readout=readout,
+        readout=_readout(state, embedded),
         products="xla",  # whose matrix products are made for many rows
     )
     hidden = done.hidden if done.readout is None else done.readout.hidden

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
-from sparse_loop_jax.generation.options import is_int, is_number
+from sparse_loop_jax.generation.options import (
+    check_page_size,
+    check_sampling,
+    is_int,
+    is_number,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +43,12 @@ class SamplingParams:
 
     def __post_init__(self):
         _require_integer("max_tokens", self.max_tokens, 1)
-        if not is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature must be a finite number >= 0, got {self.temperature!r}"
-            )
-        if self.top_k is not None:
-            _require_integer("top_k", self.top_k, 1)
-        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
-        if not is_int(self.seed) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be an integer in [0, 2^63), got {self.seed!r}")
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed, self.exit_threshold)
         stops = self.stop_token_ids
         if not isinstance(stops, tuple | list) or not all(is_int(t) and t >= 0 for t in stops):
             raise ValueError(f"stop_token_ids must be a tuple of token ids, got {stops!r}")
         object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in stops))
         _require_bool("ignore_eos", self.ignore_eos)
-        threshold = self.exit_threshold
-        if threshold is not None and (not is_number(threshold) or not 0 <= threshold <= 1):
-            raise ValueError(f"exit_threshold must be in [0, 1], got {threshold!r}")
 
     @property
     def sampled(self) -> bool:
@@ -103,9 +95,7 @@ class CacheConfig:
                 f"give num_pages or memory_bytes, not both: got {self.num_pages} and "
                 f"{self.memory_bytes}"
             )
-        size = self.page_size
-        if not is_int(size) or size < 1 or size & (size - 1):
-            raise ValueError(f"page_size must be a power of two, got {size!r}")
+        check_page_size(self.page_size)
         _require_bool("enable_prefix_caching", self.enable_prefix_caching)
         if not is_number(self.watermark) or not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark!r}")

@@ -17,6 +17,7 @@ import numpy as np
 from sparse_loop_jax.cache import create_cache
 from sparse_loop_jax.decoding import adaptive, steps
 from sparse_loop_jax.decoding.config import DecodeSpec
+from sparse_loop_jax.decoding.sampling import request_key
 from sparse_loop_jax.decoding.state import DecodeState, RequestParams
 from sparse_loop_jax.models.params import OuroParams
 from sparse_loop_jax.sparse import store as reference_store
@@ -295,18 +296,14 @@ def _page_table(state: DecodeState, blocks: jax.Array) -> jax.Array:
 
 
 def _request_params(rows: RowData) -> RequestParams:
-    def key(words):
-        # As `generate` makes it for the first of equal prompts.
-        seeded = jax.random.fold_in(jax.random.key(words[0]), words[1])
-        return jax.random.fold_in(seeded, jnp.uint32(0))
-
+    first = jnp.zeros(rows.seed.shape[:1], jnp.uint32)
     return RequestParams(
         temperature=jnp.asarray(rows.temperature),
         top_k=jnp.asarray(rows.top_k),
         top_p=jnp.asarray(rows.top_p),
         exit_threshold=jnp.asarray(rows.exit_threshold),
         stop_ids=jnp.asarray(rows.stop_ids),
-        key=jax.vmap(key)(rows.seed),
+        key=jax.vmap(request_key)(jnp.asarray(rows.seed), first),
     )
 
 

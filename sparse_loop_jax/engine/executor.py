@@ -15,6 +15,7 @@ import numpy as np
 
 from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.decoding.rounds import RoundDriver
+from sparse_loop_jax.decoding.sampling import seed_words
 from sparse_loop_jax.decoding.state import DecodeState, RoundCounters
 from sparse_loop_jax.engine import device
 from sparse_loop_jax.engine.request import Request, SwappedPages
@@ -277,7 +278,7 @@ class Executor:
         data.top_p[i] = params.top_p
         data.exit_threshold[i] = request.exit_threshold
         data.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-        data.seed[i] = (int(params.seed) & 0xFFFFFFFF, int(params.seed) >> 32)
+        data.seed[i] = seed_words(params.seed)
 
     def _checked_params(self) -> OuroParams:
         assert self._params is not None

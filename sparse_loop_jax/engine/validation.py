@@ -9,7 +9,7 @@ from sparse_loop_jax.engine.config import SamplingParams
 from sparse_loop_jax.engine.request import Request
 from sparse_loop_jax.engine.sizing import Sizing
 from sparse_loop_jax.generation.inputs import make_requests
-from sparse_loop_jax.generation.options import is_int
+from sparse_loop_jax.generation.options import check_depth, is_int
 from sparse_loop_jax.models.ouro import Ouro
 
 
@@ -63,11 +63,7 @@ def make_request(
     threshold = params.exit_threshold
     if threshold is None:
         threshold = model.config.early_exit_threshold
-    if threshold < 1.0 and (spec.sparse is not None or spec.speculative is not None):
-        raise ValueError(
-            f"exit_threshold {threshold} leaves early, but sparse and speculative decoding run "
-            "every loop: pass exit_threshold=1.0"
-        )
+    check_depth(spec, threshold)
     return Request(
         request_id,
         ids,

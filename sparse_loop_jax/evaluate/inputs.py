@@ -11,6 +11,7 @@ import numpy as np
 
 from sparse_loop_jax.evaluate.forcing import Forced
 from sparse_loop_jax.generation.buckets import power_of_two
+from sparse_loop_jax.generation.inputs import token_ids
 from sparse_loop_jax.generation.options import is_int, is_number
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
@@ -62,30 +63,9 @@ def encode(model: Ouro, text: str | Sequence[int] | np.ndarray, name: str) -> np
     Raises:
       ValueError: nothing is there, an id is none, or text meets a model without a tokenizer.
     """
-    if isinstance(text, str):
-        if not text.strip():
-            raise ValueError(f"{name} is empty: give it some text")
-        if model.tokenizer is None:
-            raise ValueError(
-                f"{name} is text and the model has no tokenizer: pass token ids, or load a "
-                "checkpoint with a tokenizer.json"
-            )
-        text = model.tokenizer.encode(text).ids
-    ids = np.asarray(text)
-    if ids.size == 0:
-        raise ValueError(f"{name} is empty: give it some tokens")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
-            f"{name} must be a string or a flat list of integer token ids, got {ids.dtype} of "
-            f"shape {ids.shape}"
-        )
-    vocab = model.config.vocab_size
-    outside = (ids < 0) | (ids >= vocab)
-    if outside.any():
-        raise ValueError(
-            f"{name} has token id {ids[outside][0]}, outside the vocabulary of {vocab}"
-        )
-    return ids.astype(np.int32)
+    if isinstance(text, str) and not text.strip():
+        raise ValueError(f"{name} is empty: give it some text")
+    return token_ids(model, text, name)
 
 
 def text_windows(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import types
-
-from sparse_loop_jax.generation.progress import on_terminal
+from sparse_loop_jax.generation.progress import TerminalBar, on_terminal
 
 
-class Steps:
+class Steps(TerminalBar):
     """Counts finished parts on a terminal's standard error; silent elsewhere.
 
     Args:
@@ -16,30 +14,9 @@ class Steps:
     """
 
     def __init__(self, total: int, enabled: bool | None = None):
-        self._bar = None
-        if not (on_terminal() if enabled is None else enabled):
-            return
-        from rich import console, progress
-
-        self._bar = progress.Progress(
-            progress.SpinnerColumn(),
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            console=console.Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> Steps:
+        super().__init__(on_terminal() if enabled is None else enabled)
         if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: types.TracebackType | type | BaseException | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+            self._task = self._bar.add_task("", total=total)
 
     def begin(self, what: str) -> None:
         """Names the part that runs now."""

@@ -13,6 +13,7 @@ from sparse_loop_jax.decoding.config import SpeculativeConfig
 from sparse_loop_jax.decoding.device_loop import TokenBuffer, decode_tokens
 from sparse_loop_jax.decoding.loops import implementations
 from sparse_loop_jax.generation.compilation import Compilations, count_compilations
+from sparse_loop_jax.generation.memory import peak_bytes
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.generation.outputs import GenerateOutput, GenerateStats
 from sparse_loop_jax.generation.progress import Progress, on_terminal
@@ -147,7 +148,7 @@ def generate(
             compilations=compiled.programs,
             kv_cache_bytes=kv_bytes,
             reference_store_bytes=store_bytes,
-            peak_bytes=_peak_bytes(),
+            peak_bytes=peak_bytes(),
             implementations=implementations(plan.spec),
         ),
     )
@@ -174,8 +175,3 @@ class _Clock:
         seconds = (now - self._at) - (compiling - self._compiling)
         self._at, self._compiling = now, compiling
         return max(seconds, 0.0)
-
-
-def _peak_bytes() -> int | None:
-    stats = jax.devices()[0].memory_stats()
-    return None if not stats else stats.get("peak_bytes_in_use")

@@ -50,7 +50,12 @@ def make_requests(
     seen: dict[bytes, int] = {}
     requests = []
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        ids = _token_ids(model, prompt, index)
+        ids = token_ids(model, prompt, f"prompt {index}")
+        if len(ids) > model.config.max_position_embeddings:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens, more than the context of "
+                f"{model.config.max_position_embeddings}: shorten it"
+            )
         occurrence = seen.get(ids.tobytes(), 0)
         seen[ids.tobytes()] = occurrence + 1
         room = model.config.max_position_embeddings - len(ids) + 1
@@ -91,31 +96,31 @@ def _stop_ids(model: Ouro, eos_token_id) -> tuple[int, ...]:
     return tuple(int(t) for t in ids)
 
 
-def _token_ids(model: Ouro, prompt, index: int) -> np.ndarray:
+def token_ids(model: Ouro, prompt, name: str) -> np.ndarray:
+    """Token ids int32 of a text, or of ids as they are; `name` is for complaints.
+
+    Raises:
+      ValueError: nothing is there, an id is none, or text meets a model without a tokenizer.
+    """
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError(
-                f"prompt {index} is text and the model has no tokenizer: pass token ids, or "
-                "load a checkpoint with a tokenizer.json"
+                f"{name} is text and the model has no tokenizer: pass token ids, or load a "
+                "checkpoint with a tokenizer.json"
             )
         prompt = model.tokenizer.encode(prompt).ids
     ids = np.asarray(prompt)
     if ids.size == 0:
-        raise ValueError(f"prompt {index} is empty: it needs at least one token")
+        raise ValueError(f"{name} is empty: it needs at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
-            f"prompt {index} must be a string or a flat list of integer token ids, got "
-            f"{ids.dtype} of shape {ids.shape}"
+            f"{name} must be a string or a flat list of integer token ids, got {ids.dtype} of "
+            f"shape {ids.shape}"
         )
     outside = (ids < 0) | (ids >= model.config.vocab_size)
     if outside.any():
         raise ValueError(
-            f"prompt {index} has token id {ids[outside][0]}, outside the vocabulary of "
+            f"{name} has token id {ids[outside][0]}, outside the vocabulary of "
             f"{model.config.vocab_size}"
-        )
-    if len(ids) > model.config.max_position_embeddings:
-        raise ValueError(
-            f"prompt {index} has {len(ids)} tokens, more than the context of "
-            f"{model.config.max_position_embeddings}: shorten it"
         )
     return ids.astype(np.int32)

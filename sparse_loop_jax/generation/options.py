@@ -31,24 +31,8 @@ class Options:
     implementation: str | None = None
 
     def __post_init__(self):
-        if not is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature must be a finite number >= 0, got {self.temperature!r}"
-            )
-        if self.top_k is not None and (not is_int(self.top_k) or self.top_k < 1):
-            raise ValueError(
-                f"top_k must be an integer >= 1, or None to keep all, got {self.top_k!r}"
-            )
-        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
-        if not is_int(self.seed) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be an integer in [0, 2^63), got {self.seed!r}")
-        threshold = self.exit_threshold
-        if threshold is not None and (not is_number(threshold) or not 0 <= threshold <= 1):
-            raise ValueError(f"exit_threshold must be in [0, 1], got {threshold!r}")
-        size = self.page_size
-        if not is_int(size) or size < 1 or size & (size - 1):
-            raise ValueError(f"page_size must be a power of two, got {size!r}")
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed, self.exit_threshold)
+        check_page_size(self.page_size)
         if self.implementation is not None:
             paged_attention.get(self.implementation)
         if self.sparse is not None and not isinstance(self.sparse, SparseDecodeConfig):
@@ -77,18 +61,46 @@ class Options:
         if self.sparse is not None and not self.sparse.is_dense:
             self.sparse.modes(config.total_ut_steps)
             sparse = self.sparse.compiled_part
-        if early_exit and (self.speculative is not None or sparse is not None):
-            raise ValueError(
-                f"exit_threshold {self.threshold_for(config)} leaves early, but sparse and "
-                "speculative decoding run every loop: pass exit_threshold=1.0"
-            )
-        return DecodeSpec(
+        spec = DecodeSpec(
             config=config,
             sampled=self.temperature > 0,
             early_exit=early_exit,
             implementation=self.implementation,
             sparse=sparse,
             speculative=self.speculative,
+        )
+        check_depth(spec, self.threshold_for(config))
+        return spec
+
+
+def check_sampling(temperature, top_k, top_p, seed, exit_threshold) -> None:
+    """Raises ValueError, naming the value and its range, for a request that cannot be."""
+    if not is_number(temperature) or not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be a finite number >= 0, got {temperature!r}")
+    if top_k is not None and (not is_int(top_k) or top_k < 1):
+        raise ValueError(f"top_k must be an integer >= 1, got {top_k!r}; None keeps all")
+    if not is_number(top_p) or not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
+    if not is_int(seed) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be an integer in [0, 2^63), got {seed!r}")
+    if exit_threshold is not None and (
+        not is_number(exit_threshold) or not 0 <= exit_threshold <= 1
+    ):
+        raise ValueError(f"exit_threshold must be in [0, 1], got {exit_threshold!r}")
+
+
+def check_page_size(size) -> None:
+    """Raises ValueError unless the size is a power of two."""
+    if not is_int(size) or size < 1 or size & (size - 1):
+        raise ValueError(f"page_size must be a power of two, got {size!r}")
+
+
+def check_depth(spec: DecodeSpec, exit_threshold: float) -> None:
+    """Raises ValueError if a request would leave early where every loop is run."""
+    if exit_threshold < 1.0 and (spec.sparse is not None or spec.speculative is not None):
+        raise ValueError(
+            f"exit_threshold {exit_threshold} leaves early, but sparse and speculative "
+            "decoding run every loop: pass exit_threshold=1.0"
         )
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Self
 
 
-class Progress:
-    """Shows prompt tokens, then generated tokens; silent where `enabled` is False.
+class TerminalBar:
+    """A line on standard error while the context is open; none where `enabled` is False."""
 
-    `generated` is told the total so far, after each stretch of the device loop.
-    """
-
-    def __init__(self, enabled: bool, prompt_tokens: int, new_tokens: int):
+    def __init__(self, enabled: bool):
         self._bar = None
         if not enabled:
             return
-        from rich import progress
+        from rich import console, progress
 
         self._bar = progress.Progress(
             progress.SpinnerColumn(),
@@ -24,13 +22,11 @@ class Progress:
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
-            console=_stderr_console(),
+            console=console.Console(stderr=True),
             transient=True,
         )
-        self._prompt = self._bar.add_task("compile and prefill", total=prompt_tokens)
-        self._new = self._bar.add_task("generate", total=new_tokens, start=False)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -38,6 +34,19 @@ class Progress:
     def __exit__(self, *_: types.TracebackType | type | BaseException | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class Progress(TerminalBar):
+    """Shows prompt tokens, then generated tokens.
+
+    `generated` is told the total so far, after each stretch of the device loop.
+    """
+
+    def __init__(self, enabled: bool, prompt_tokens: int, new_tokens: int):
+        super().__init__(enabled)
+        if self._bar is not None:
+            self._prompt = self._bar.add_task("compile and prefill", total=prompt_tokens)
+            self._new = self._bar.add_task("generate", total=new_tokens, start=False)
 
     def prefilled(self, tokens: int) -> None:
         if self._bar is not None:
@@ -52,9 +61,3 @@ class Progress:
 def on_terminal() -> bool:
     """Whether a person is likely to watch: standard error is a terminal."""
     return sys.stderr.isatty()
-
-
-def _stderr_console():
-    from rich.console import Console
-
-    return Console(stderr=True)

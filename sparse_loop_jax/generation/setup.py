@@ -12,6 +12,7 @@ import numpy as np
 from sparse_loop_jax.cache import allocate_pages, create_cache
 from sparse_loop_jax.decoding.adaptive import new_history
 from sparse_loop_jax.decoding.config import DecodeSpec
+from sparse_loop_jax.decoding.sampling import request_key, seed_words
 from sparse_loop_jax.decoding.state import DecodeState, RequestParams
 from sparse_loop_jax.generation.buckets import Sizes, power_of_two, sizes_for
 from sparse_loop_jax.generation.inputs import Request, make_requests
@@ -99,7 +100,7 @@ def _request_params(plan: Plan) -> RequestParams:
     for row, request in enumerate(plan.requests):
         stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         occurrence[row] = request.occurrence
-    seed, vocab = int(options.seed), config.vocab_size
+    vocab = config.vocab_size
 
     def each(value, dtype):
         return jnp.asarray(np.full(sizes.batch, value, dtype))
@@ -110,12 +111,8 @@ def _request_params(plan: Plan) -> RequestParams:
         top_p=each(options.top_p, np.float32),
         exit_threshold=each(options.threshold_for(config), np.float32),
         stop_ids=jnp.asarray(stop_ids),
-        key=_request_keys(np.asarray([seed & 0xFFFFFFFF, seed >> 32], np.uint32), occurrence),
+        key=_request_keys(np.asarray(seed_words(options.seed), np.uint32), occurrence),
     )
 
 
-@jax.jit
-def _request_keys(words: jax.Array, occurrence: jax.Array) -> jax.Array:
-    """Keys [B] of requests, from the two 32-bit words of the seed and their occurrence."""
-    key = jax.random.fold_in(jax.random.key(words[0]), words[1])
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(occurrence)
+_request_keys = jax.jit(jax.vmap(request_key, in_axes=(None, 0)))

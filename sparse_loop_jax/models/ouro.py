@@ -7,6 +7,7 @@ The module owns the weights; the arithmetic lives in pure functions over `OuroPa
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -103,8 +104,12 @@ def random_params(config: OuroConfig, key: jax.Array, dtype: Any = jnp.float32) 
             return jnp.ones(leaf.shape, leaf.dtype)
         if name == "exit_gate_bias":
             return jnp.zeros(leaf.shape, leaf.dtype)
-        sample = jax.random.normal(key, leaf.shape, leaf.dtype)
-        return sample * jnp.asarray(config.initializer_range, leaf.dtype)
+        return _normal(key, leaf.shape, leaf.dtype, config.initializer_range)
 
     values = [make(path, leaf, k) for (path, leaf), k in zip(leaves, keys, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, values)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype, std: float) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(std, dtype)
