@@ -14,7 +14,8 @@ BIN := $(VENV)/bin
 # Named after what was asked for, so that another pin installs again.
 empty :=
 READY := $(VENV)/.ready-$(subst $(empty) $(empty),_,$(strip $(EXTRAS) $(subst ==,-,$(JAX))))
-PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist loadfile
+# A worker that crashes ends the run: pytest-xdist can wait for its tests for ever.
+PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart 0
 
 .DEFAULT_GOAL := help
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 import json
 import os
@@ -26,12 +27,10 @@ from sparse_loop_jax.models import LayerParams, Ouro, OuroConfig, OuroParams
 # Silent broadcasting between ranks is the commonest way to get a plausible wrong number.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Most of the suite's time is compilation, of much the same programs at every run. The
-# environment variable of JAX, where set, decides. Not in CI, which starts from nothing, and not
-# from JAX 0.11 on: 0.11.2 has crashed while it wrote a program for the CPU to the cache.
-_cached = not os.environ.get("CI") and jax.__version_info__ < (0, 11)
-if _cached and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-    _CACHE = Path(__file__).parent.parent / ".jax_cache"
+# Most of the suite's time is compilation, and many files compile the same programs. The
+# environment variable of JAX, where set, decides.
+if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    _CACHE = Path(__file__).parent.parent / ".jax_cache" / jax.__version__
     jax.config.update("jax_compilation_cache_dir", str(_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
@@ -46,6 +45,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 GOLD = Path(__file__).parent / "gold"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_programs() -> Iterator[None]:
+    """Free what a file compiled.
+
+    Each program for the CPU holds several memory mappings, and a process may have 65,530 of
+    them (Linux, `vm.max_map_count`). At the limit, LLVM ends the process.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -131,9 +142,12 @@ def _gold(name: str) -> Gold:
     return Gold(name)
 
 
-@pytest.fixture(scope="session", params=["mha", "gqa"])
+@pytest.fixture(params=["mha", "gqa"])
 def gold(request) -> Gold:
-    """Each golden model in turn."""
+    """Each golden model in turn.
+
+    By test, since pytest would run the tests of all files by model with a wider scope.
+    """
     return _gold(request.param)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,14 @@ SMALL = OuroConfig(
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def outputs(gold):
     """`forward` in float32 of both prompts, by prefix of the golden names."""
+    return _outputs(gold)
+
+
+@functools.cache
+def _outputs(gold):
     model = gold.model()
     return {p: slj.forward(model, gold.dense[f"{p}_input_ids"]) for p in ("p0", "p1")}
 
