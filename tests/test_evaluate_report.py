@@ -144,6 +144,18 @@ def test_the_picture_of_mass_averages_the_heads(result, tmp_path):
     ]
 
 
+def test_a_picture_without_a_path_is_handed_out_alone(result, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert plots.plot_mass(result).axes[0].images
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_without_matplotlib_is_refused(result, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="plots need matplotlib"):
+        plots.plot_mass(result)
+
+
 def test_the_picture_by_position(result, tmp_path):
     figure = plots.plot_positions(result, tmp_path / "a.png")
     divergence, mass, error = figure.axes

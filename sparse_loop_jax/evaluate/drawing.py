@@ -37,16 +37,19 @@ _NO_DATES: dict[str, dict] = {".png": {"Software": None}, ".svg": {"Date": None}
 
 
 def styled(plot: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Draws in this module's style, writes the figure to `path`, and hands it out."""
+    """Draws in this module's style, writes the figure to `path` if given, and hands it out."""
 
     @functools.wraps(plot)
-    def draw(content: Any, path: str | Path) -> Figure:
-        check_picture(path)
+    def draw(content: Any, path: str | Path | None = None) -> Figure:
+        _require_matplotlib()
+        if path is not None:
+            check_picture(path)
         import matplotlib
 
         with matplotlib.rc_context(STYLE):
             figure = plot(content)
-            figure.savefig(path, dpi=160, metadata=_NO_DATES.get(Path(path).suffix))
+            if path is not None:
+                figure.savefig(path, dpi=160, metadata=_NO_DATES.get(Path(path).suffix))
         return figure
 
     return draw
@@ -58,8 +61,7 @@ def check_picture(path: str | Path) -> None:
     Raises:
       ValueError: matplotlib is not installed, or does not know the ending of the name.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'sparse-loop-jax[plots]'")
+    _require_matplotlib()
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
@@ -68,7 +70,13 @@ def check_picture(path: str | Path) -> None:
         raise ValueError(f"{path}: a picture's name must end with one of {sorted(known)}")
 
 
-def new_figure(size: tuple[float, float], rows: int, columns: int, **options):
+def _require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib: pip install 'sparse-loop-jax[plots]'")
+
+
+def new_figure(size: tuple[float, float], rows: int = 1, columns: int = 1, **options):
+    """A figure of `size` inches outside of pyplot, and its axes, always in two dimensions."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
