@@ -13,7 +13,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("generate", "convert", "inspect", "evaluate", "bench")
+COMMANDS = ("generate", "convert", "inspect", "evaluate", "bench", "serve")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,104 @@
+"""Prompts to token ids, within limits that are checked as early as they can be."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from sparse_loop_jax.models.ouro import Ouro
+from sparse_loop_jax.serve.errors import ApiError
+
+# Longer texts are tokenized in a thread: a megabyte takes a good part of a second.
+_LONG_TEXT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The model's vocabulary and what fits its context.
+
+    Attributes:
+      tokenizer: a `tokenizers.Tokenizer`, or None.
+      vocab_size: token ids are below it.
+      max_context: prompt and continuation, in tokens of K/V.
+      longest: characters of the longest token: a text of more than `max_context` times as
+        many has too many tokens, whatever it says.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    max_context: int
+    longest: int
+
+    @classmethod
+    def of(cls, model: Ouro, max_context: int) -> Tokens:
+        """Those of a model whose requests may hold so many tokens of K/V."""
+        longest = 0
+        if model.tokenizer is not None:
+            longest = max(map(len, model.tokenizer.get_vocab(with_added_tokens=True)))
+        return cls(model.tokenizer, model.config.vocab_size, max_context, longest)
+
+    def left_after(self, prompt_tokens: int) -> int:
+        """New tokens that may follow a prompt: the last one needs no K/V."""
+        return self.max_context - prompt_tokens + 1
+
+    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
+        """Token ids of a prompt that fits the context.
+
+        Args:
+          special: whether the tokenizer adds what it puts around a text; a chat template has
+            written it already.
+
+        Raises:
+          ApiError: no tokenizer, no tokens, too many, or ids outside the vocabulary.
+        """
+        ids = self._checked(prompt) if isinstance(prompt, list) else None
+        if ids is None:
+            assert isinstance(prompt, str)
+            self._check_text(prompt)
+            if len(prompt) > _LONG_TEXT:
+                encoding = await asyncio.to_thread(
+                    self.tokenizer.encode, prompt, add_special_tokens=special
+                )
+            else:
+                encoding = self.tokenizer.encode(prompt, add_special_tokens=special)
+            ids = encoding.ids
+        if not ids:
+            raise _bad("the prompt is empty: it needs at least one token")
+        if len(ids) > self.max_context:
+            raise _too_long(f"{len(ids)} tokens", self.max_context)
+        return ids
+
+    def _check_text(self, text: str) -> None:
+        if self.tokenizer is None:
+            raise _bad("the checkpoint has no tokenizer: send token ids as the prompt")
+        if len(text) > self.max_context * self.longest:
+            raise _too_long(f"{len(text)} characters", self.max_context)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise _bad(f"the prompt is no Unicode text: {error}") from None
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if len(ids) > self.max_context:
+            raise _too_long(f"{len(ids)} tokens", self.max_context)
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise _bad(
+                    f"the prompt has token id {token}, outside the vocabulary of "
+                    f"{self.vocab_size}"
+                )
+        return ids
+
+
+def _bad(message: str) -> ApiError:
+    return ApiError(400, message, param="prompt")
+
+
+def _too_long(length: str, context: int) -> ApiError:
+    return ApiError(
+        400,
+        f"the prompt has {length} and this server's context is {context} tokens: shorten it",
+        param="prompt",
+        code="context_length_exceeded",
+    )
