@@ -11,8 +11,9 @@ import pytest
 import sparse_loop_jax as slj
 from sparse_loop_jax.cli import main
 from sparse_loop_jax.cli.evaluate import parse_retentions
-from sparse_loop_jax.evaluate import read_json, text_windows
+from sparse_loop_jax.evaluate import evaluate, read_json, text_windows
 from sparse_loop_jax.evaluate.answers import is_right
+from sparse_loop_jax.evaluate.plots import plot_positions
 from sparse_loop_jax.evaluate.text import kv_bytes
 
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fort"
@@ -113,6 +114,19 @@ def test_the_attention_table_averages_to_the_text_row(result):
         assert np.mean(mine) == pytest.approx(sparse[name])
     assert min(r["mass min"] for r in rows if r["loop"] == 1) == sparse["mass min"]
     assert all(r["error"] < 1e-5 for r in rows if r["loop"] == 1)
+
+
+def test_text_alone_without_a_look_inside(model, result):
+    alone = evaluate(
+        model, retentions=[0.3], text=TEXT, windows=3, window=24, prefix=8, inside_windows=0,
+        progress=True,
+    )  # fmt: skip
+    assert set(alone.tables) == {"text", "positions"}
+    for mine, whole in zip(alone["text"], result["text"], strict=True):
+        inside = {k for k in whole if k.startswith(("mass", "error"))}
+        assert mine == {k: v for k, v in whole.items() if k not in inside}
+    assert all(r["mass"] is None for r in alone["positions"])
+    assert len(plot_positions(alone).axes) == 1
 
 
 def test_positions_add_up_to_the_whole(result):

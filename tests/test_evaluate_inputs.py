@@ -150,7 +150,7 @@ TEXT = "some text that is long enough for a window"
         ({"prefix": 0}, "prefix must be an integer >= 1, got 0"),
         ({"prefix": 16}, "prefix 16 leaves nothing of a window of 16 to decode"),
         ({"windows": 0}, "the number of windows must be an integer >= 1, got 0"),
-        ({"inside_windows": 0}, "inside_windows must be an integer >= 1, got 0"),
+        ({"inside_windows": -1}, "inside_windows must be an integer >= 0, got -1"),
         ({"batch": 0}, "batch must be an integer >= 1, got 0"),
         ({"prompts": -1}, "prompts must be an integer >= 0, got -1"),
         ({"prompts": 1, "new_tokens": 1}, "new_tokens must be an integer >= 2, got 1"),

@@ -24,6 +24,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": FAINT,
     "grid.linewidth": 0.6,
     "legend.frameon": False,

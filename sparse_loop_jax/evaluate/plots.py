@@ -113,12 +113,15 @@ def plot_mass(result: Evaluation) -> Figure:
 def plot_positions(result: Evaluation) -> Figure:
     """KL, retained mass and attention error against the keys that a row saw."""
     rows = [r for r in result["positions"] if r["retention"] < 1.0]
-    figure, axes = new_figure((9.6, 3.3), 1, 3)
     titles = {
         "KL": "KL(dense || sparse), nats",
         "mass": "mass of the kept keys",
         "error": "error of attention outputs",
     }
+    # Without windows whose attention was looked at there is the first alone.
+    seen = {k for r in rows for k in titles if r[k] is not None}
+    titles = {k: v for k, v in titles.items() if k == "KL" or k in seen}
+    figure, axes = new_figure((3.2 * len(titles), 3.3), 1, len(titles))
     retentions = sorted({r["retention"] for r in rows}, reverse=True)
     colours = ramp(len(retentions))
     for axis, (name, title) in zip(axes[0], titles.items(), strict=True):
@@ -132,8 +135,9 @@ def plot_positions(result: Evaluation) -> Figure:
         axis.set_xlabel("keys that the row saw")
     if any(r["KL"] > 0 for r in rows):
         log_scale(axes[0][0])
-    axes[0][1].set_ylim(top=1.02)
-    axes[0][2].set_ylim(bottom=0)
+    if len(titles) > 1:
+        axes[0][1].set_ylim(top=1.02)
+        axes[0][2].set_ylim(bottom=0)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", title="keys kept")
     return figure

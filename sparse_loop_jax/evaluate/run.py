@@ -86,7 +86,8 @@ def evaluate(
       prompts: how many to continue.
       window, prefix: tokens of a window of the text, and how many of them are prefilled.
       windows: at most so many, evenly spaced over the text; None: all.
-      inside_windows: windows whose attention is looked at, at most a batch.
+      inside_windows: windows whose attention is looked at, at most a batch; 0: none, which
+        leaves out the "attention" table and the columns of mass and error.
       prompt_tokens, new_tokens: of each prompt.
       speculative_tokens: K.
       draft_loops: which to try; None: all.
@@ -102,7 +103,7 @@ def evaluate(
     wanted = check_retentions(retentions)
     _check_counts(
         prompts=(prompts, 0),
-        inside_windows=(inside_windows, 1),
+        inside_windows=(inside_windows, 0),
         new_tokens=(new_tokens, 2),
         speculative_tokens=(speculative_tokens, 1),
         batch=(batch, 1),
@@ -141,7 +142,7 @@ def evaluate(
         at_retention(sparse, retention, longest).validate_for(config, longest)
 
     count = len(wanted)
-    total = text_tables.parts(len(cuts), count, batch) if cuts else 0
+    total = text_tables.parts(len(cuts), count, batch, inside_windows) if cuts else 0
     total += answers.parts(len(asked), count, batch) if asked else 0
     total += count + 1 if starts else 0
     total += count * len(drafting) if acceptance else 0

@@ -55,13 +55,13 @@ def measure_text(
     implementation: str | None,
     steps: Steps,
 ) -> dict[str, list[Row]]:
-    """Tables "text", "attention" and "positions"; see `evaluate` for their columns.
+    """Tables "text", "positions" and perhaps "attention"; see `evaluate` for their columns.
 
     Args:
       retentions: falling, 1.0 first.
       sparse: everything of the method but its retention.
       batch: windows at once.
-      inside_windows: windows of which the attention is looked at.
+      inside_windows: windows of which the attention is looked at; may be 0.
       steps: told of `parts` parts.
     """
     longest = max(len(w.ids) - 1 for w in windows)
@@ -84,25 +84,19 @@ def measure_text(
             steps.done()
     joined = [_join(parts) for parts in tokens]
 
-    looked_at: list[_Inside | None] = [None]
+    looked_at: list[_Inside | None] = [None] * len(configs)
     group = evenly(list(windows), inside_windows)
-    for config in configs[1:]:
+    for column, config in enumerate(configs[1:] if group else [], start=1):
         steps.begin(f"attention, retention {config.key_retention:g}")
         run = force(
             model, group, sparse=config, step=summary_step, implementation=implementation
         )
-        looked_at.append(_inside(run))
+        looked_at[column] = _inside(run)
         steps.done()
-    return {
+    tables = {
         "text": [
             _text_row(config, here, joined[0], inside, model)
             for config, here, inside in zip(configs, joined, looked_at, strict=True)
-        ],
-        "attention": [
-            row
-            for config, inside in zip(configs, looked_at, strict=True)
-            if inside is not None
-            for row in _attention_rows(config, inside)
         ],
         "positions": [
             row
@@ -110,11 +104,20 @@ def measure_text(
             for row in _position_rows(config, here, joined[0], inside)
         ],
     }
+    if group:
+        tables["attention"] = [
+            row
+            for config, inside in zip(configs, looked_at, strict=True)
+            if inside is not None
+            for row in _attention_rows(config, inside)
+        ]
+    return tables
 
 
-def parts(windows: int, retentions: int, batch: int) -> int:
+def parts(windows: int, retentions: int, batch: int, inside_windows: int) -> int:
     """Parts that `measure_text` reports to `steps`."""
-    return -(-windows // batch) * retentions + retentions - 1
+    inside = retentions - 1 if inside_windows else 0
+    return -(-windows // batch) * retentions + inside
 
 
 def _require_sparse(run: ForcedRun, config: SparseDecodeConfig, model: OuroConfig) -> None:
