@@ -1,0 +1,111 @@
+"""Options of a training run, and the settings that a checkpoint remembers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from .batches import Mixture
+from .corpus import Corpus
+from .network import default_attention
+from .objective import Objective
+from .schedule import Schedule, parse_lengths
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `train`; the defaults are those of the bundled model."""
+    files = parser.add_argument_group("files")
+    files.add_argument("--corpus", type=Path, default=Path("out/corpus"))
+    files.add_argument("--out", type=Path, default=Path("out/run"))
+    files.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    budget = parser.add_argument_group("budget").add_mutually_exclusive_group(required=True)
+    budget.add_argument("--minutes", type=float, help="of training steps, over all commands")
+    budget.add_argument("--steps", type=int)
+    time = parser.add_argument_group("time")
+    time.add_argument("--command-minutes", type=float, help="wall clock of this command")
+    time.add_argument("--save-every", type=int, default=400, help="steps between checkpoints")
+    time.add_argument("--log-every", type=int, default=20)
+    model = parser.add_argument_group("model")
+    model.add_argument("--hidden", type=int, default=256)
+    model.add_argument("--intermediate", type=int, default=704)
+    model.add_argument("--layers", type=int, default=5)
+    model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--loops", type=int, default=4)
+    model.add_argument("--rope-theta", type=float, default=100_000.0)
+    run = parser.add_argument_group("training")
+    run.add_argument("--lengths", type=parse_lengths, default=Schedule(steps=1).lengths)
+    run.add_argument("--batch-tokens", type=int, default=131_072)
+    run.add_argument("--peak", type=float, default=3e-3)
+    run.add_argument("--warmup", type=int, default=100)
+    run.add_argument("--hops-by", type=float, default=0.4)
+    run.add_argument("--entropy", type=float, default=0.1)
+    run.add_argument("--synthetic", type=float, default=0.4)
+    run.add_argument(
+        "--hop-targets", choices=["staged", "final"], default="staged",
+        help="what shallow loops are asked in several-hop questions: 2 steps a loop, or the "
+        "answer",
+    )  # fmt: skip
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    run.add_argument("--attention", choices=["cudnn", "chunked"], default=None)
+    run.add_argument("--no-remat", action="store_true", help="faster, if memory allows it")
+    run.add_argument("--rows", type=int, default=8192, help="positions of logits at a time")
+
+
+def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
+    """What decides the result, as JSON; a run resumes under the same settings only.
+
+    Raises:
+      ValueError: values that do not fit each other.
+    """
+    if args.hidden % args.heads:
+        raise ValueError(f"--hidden {args.hidden} is no multiple of --heads {args.heads}")
+    lengths = args.lengths
+    for _, length in lengths:
+        if args.batch_tokens % length:
+            raise ValueError(f"--batch-tokens {args.batch_tokens} is no multiple of {length}")
+    schedule = Schedule(
+        steps=args.steps,
+        minutes=args.minutes,
+        lengths=lengths,
+        peak=args.peak,
+        warmup=args.warmup,
+        hops_by=args.hops_by,
+    )
+    objective = Objective(
+        entropy=args.entropy,
+        dtype=args.dtype,
+        attention=args.attention or default_attention(),
+        remat=not args.no_remat,
+        rows=args.rows,
+    )
+    per_loop = 2 if args.hop_targets == "staged" else None
+    model = {
+        "vocab_size": corpus.vocabulary,
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.heads,
+        "head_dim": args.hidden // args.heads,
+        "max_position_embeddings": max(size for _, size in lengths),
+        "rope_theta": args.rope_theta,
+        "total_ut_steps": args.loops,
+    }
+    plan = dataclasses.asdict(schedule) | {"lengths": [list(pair) for pair in lengths]}
+    return {
+        "model": model,
+        "objective": dataclasses.asdict(objective),
+        "schedule": plan,
+        "mixture": dataclasses.asdict(Mixture(synthetic=args.synthetic, per_loop=per_loop)),
+        "seed": args.seed,
+        "batch_tokens": args.batch_tokens,
+    }
+
+
+def schedule_of(settings: dict) -> Schedule:
+    """The schedule of a run's settings."""
+    plan = dict(settings["schedule"])
+    plan["lengths"] = tuple((end, size) for end, size in plan["lengths"])
+    return Schedule(**plan)

@@ -1,0 +1,110 @@
+"""Everything a run needs to go on, on disk: complete or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from sparse_loop_jax.checkpoint.atomic import new_directory
+from sparse_loop_jax.models import OuroConfig, OuroParams
+from sparse_loop_jax.models.params import param_shapes
+
+NEWEST = "newest"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Weights, optimiser, and how far the run is.
+
+    `step` is the position in the data as well: a batch is a function of its step.
+    """
+
+    params: OuroParams  # float32
+    optimizer: Any  # state of `make_optimizer`
+    step: int
+    seconds: float  # of training, the schedule's clock
+
+
+def make_optimizer(params: OuroParams) -> optax.GradientTransformation:
+    """AdamW (0.9, 0.95) with decay 0.1 of matrices, after clipping to a norm of 1.
+
+    The learning rate is left to the step: updates are subtracted times it. Tables and vectors
+    are not decayed.
+    """
+
+    def decayed(path, leaf):
+        return leaf.ndim == 2 and path[-1].name not in ("embed", "head", "exit_gate")
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(0.1, jax.tree_util.tree_map_with_path(decayed, params)),
+    )
+
+
+def save(state: TrainState, directory: Path, settings: dict) -> None:
+    """Writes a checkpoint, then points `newest` at it, then removes older ones.
+
+    One file an array, all of them small. A run that is stopped at any time leaves a complete
+    checkpoint behind.
+
+    Args:
+      settings: of the run, JSON; `restore` compares them.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    name = f"step-{state.step:07d}"
+    if not (directory / name).exists():
+        with new_directory(directory / name) as target:
+            for index, leaf in enumerate(jax.tree.leaves((state.params, state.optimizer))):
+                np.save(target / f"{index:03d}.npy", np.asarray(leaf))
+            facts = {"step": state.step, "seconds": state.seconds, "settings": settings}
+            (target / "state.json").write_text(json.dumps(facts, indent=1), "utf-8")
+    pointer = directory / f".{NEWEST}.tmp"
+    pointer.write_text(name, "utf-8")
+    os.replace(pointer, directory / NEWEST)
+    for old in directory.glob("step-*"):
+        if old.name != name:
+            shutil.rmtree(old)
+
+
+def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
+    """The newest checkpoint.
+
+    Raises:
+      ValueError: there is none, it is of other settings, or its arrays are of another model.
+    """
+    pointer = directory / NEWEST
+    if not pointer.is_file():
+        raise ValueError(f"{directory} has no checkpoint to resume: leave --resume out")
+    source = directory / pointer.read_text("utf-8")
+    facts = json.loads((source / "state.json").read_text("utf-8"))
+    changed = {
+        name: (facts["settings"].get(name), settings.get(name))
+        for name in sorted({*facts["settings"], *settings})
+        if facts["settings"].get(name) != settings.get(name)
+    }
+    if changed:
+        raise ValueError(
+            f"{source} is of a run with other settings (then, now): {changed}; resume with the "
+            "same ones, or start in another folder"
+        )
+    shapes = param_shapes(config, "float32")
+    expected = jax.eval_shape(lambda p: (p, make_optimizer(p).init(p)), shapes)
+    wanted, structure = jax.tree.flatten(expected)
+    leaves = [np.load(source / f"{index:03d}.npy") for index in range(len(wanted))]
+    for index, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
+        if leaf.shape != want.shape or leaf.dtype != want.dtype:
+            raise ValueError(
+                f"{source}: array {index} is {leaf.dtype}{list(leaf.shape)}, the model has "
+                f"{want.dtype}{list(want.shape)}"
+            )
+    params, optimizer = jax.tree.unflatten(structure, [jax.numpy.asarray(x) for x in leaves])
+    return TrainState(params, optimizer, facts["step"], facts["seconds"])
