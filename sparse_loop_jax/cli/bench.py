@@ -11,6 +11,9 @@ HELP = "measure decoding and its attention, against the bytes they must move; tu
 
 _DEFAULT_CASES = {
     "attention": "1x1024,8x1024,32x2048,4x8192,8x8192,8x16384,1x32768,32x32768",
+    "break-even": ",".join(
+        f"{batch}x{context}" for batch in (1, 4, 8, 32) for context in (1024, 4096, 16384)
+    ),
     "decode": "1x1024,8x1024",
     "prefill": "1x8192",
     "speculative": "1x1024,8x1024",
@@ -26,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retentions", default="", help="sparse runs too, e.g. 0.1,0.05")
     parser.add_argument("--rows", default="1,4", help="attention: rows that share pages")
     parser.add_argument("--seconds", type=float, default=120, help="tune: begin nothing after")
-    parser.add_argument("--device-file", metavar="FILE", help="tune: default DEVICE.json")
+    parser.add_argument(
+        "--device-file", metavar="FILE", help="tune, break-even: default DEVICE.json"
+    )
     parser.add_argument("--steps", type=int, default=32, help="steps or rounds in one timing")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--implementation", help='of the ops: "xla" or "pallas"')
@@ -81,6 +86,20 @@ def _decode(args, config, cases, retentions):
     )
 
 
+def _break_even(args, config, cases, retentions):
+    from sparse_loop_jax.bench import break_even, decode
+
+    retentions = retentions or [0.1, 0.25, 0.5]
+    rows = decode.bench_decode(
+        config, cases, retentions=retentions, steps=args.steps, **_options(args)
+    )
+    listed = ",".join(f"{r:g}" for r in retentions)
+    command = f"sparse-loop bench break-even --shape {args.shape} --retentions {listed}"
+    found = break_even.entries(config, args.dtype, rows)
+    print(f"wrote {break_even.write(args.device_file, found, command)}")
+    return rows
+
+
 def _speculative(args, config, cases, retentions):
     from sparse_loop_jax.bench import speculative
 
@@ -127,6 +146,7 @@ def _tune(args, cases) -> int:
 
 _BENCHMARKS = {
     "attention": _attention,
+    "break-even": _break_even,
     "decode": _decode,
     "prefill": _prefill,
     "speculative": _speculative,

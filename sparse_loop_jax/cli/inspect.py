@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     from sparse_loop_jax.checkpoint.dtypes import weight_dtype
     from sparse_loop_jax.checkpoint.loading import local_directory, summarize
+    from sparse_loop_jax.sparse import break_even
 
     with local_directory(args.path, args.revision) as directory:
         name = directory.resolve().name
@@ -89,6 +90,10 @@ def run(args: argparse.Namespace) -> int:
         contexts = tokens / summary.config.max_position_embeddings
         fits = f"{tokens:>13,}  ({contexts:.1f} x the context)" if tokens else "         none"
         print(f"  {size / GIB:7.1f} GiB  {fits}")
+    for device, entries in break_even.measured(summary.config, kv_dtype):
+        print(f"\nSparse decode is as fast as dense or faster, measured on {device}:")
+        for entry in entries:
+            print(f"  {entry.batch:4} x  r = {entry.retention:<5g} {entry}")
     return 0
 
 

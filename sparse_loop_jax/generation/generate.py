@@ -18,7 +18,7 @@ from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.generation.outputs import GenerateOutput, GenerateStats
 from sparse_loop_jax.generation.progress import Progress, on_terminal
 from sparse_loop_jax.generation.prompts import run_prompts
-from sparse_loop_jax.generation.setup import initial_state, plan_call
+from sparse_loop_jax.generation.setup import initial_state, plan_call, warn_where_slower
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.sparse import store as reference_store
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
@@ -77,6 +77,9 @@ def generate(
       ValueError: an argument is out of range or does not fit the model; nothing has been
         allocated or compiled then.
       StaleLeaseError: a reference was refused, which a correct program never sees.
+
+    Warns:
+      SparseSlowerWarning: dense decode was measured faster on this device for such requests.
     """
     options = Options(
         max_new_tokens=max_new_tokens,
@@ -92,6 +95,7 @@ def generate(
         implementation=implementation,
     )
     plan = plan_call(model, prompts, options)
+    warn_where_slower(plan)
     requests, sizes = plan.requests, plan.sizes
     watched = on_terminal() if progress is None else progress
     prompt_tokens = sum(len(r.prompt) for r in requests)

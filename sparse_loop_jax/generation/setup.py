@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +19,7 @@ from sparse_loop_jax.generation.buckets import Sizes, power_of_two, sizes_for
 from sparse_loop_jax.generation.inputs import Request, make_requests
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.models.ouro import Ouro
-from sparse_loop_jax.sparse import store as reference_store
+from sparse_loop_jax.sparse import break_even, store as reference_store
 from sparse_loop_jax.sparse.arithmetic import retained_counts
 
 
@@ -46,6 +47,26 @@ def plan_call(model: Ouro, prompts: str | Sequence, options: Options) -> Plan:
         assert options.sparse is not None
         options.sparse.validate_for(model.config, max(r.kv_tokens for r in requests))
     return Plan(model, options, requests, sizes, spec)
+
+
+def warn_where_slower(plan: Plan) -> None:
+    """Warns (`SparseSlowerWarning`) of sparse decode that dense decode would beat.
+
+    Only where plain steps of this model's shape were measured on this device.
+    """
+    if plan.options.sparse is None or plan.spec.speculative is not None:
+        return
+    text = break_even.warning(
+        plan.model.config,
+        plan.model.dtype,
+        plan.options.sparse,
+        jax.devices()[0].device_kind,
+        batch=len(plan.requests),
+        context=max(r.kv_tokens for r in plan.requests),
+    )
+    if text is not None:
+        # At the caller of `generate` or `stream`.
+        warnings.warn(text, break_even.SparseSlowerWarning, stacklevel=3)
 
 
 def initial_state(plan: Plan, outstanding_rounds: int) -> DecodeState:

@@ -12,7 +12,7 @@ from sparse_loop_jax.decoding.rounds import RoundDriver
 from sparse_loop_jax.generation.inputs import Request
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.generation.prompts import run_prompts
-from sparse_loop_jax.generation.setup import Plan, initial_state, plan_call
+from sparse_loop_jax.generation.setup import Plan, initial_state, plan_call, warn_where_slower
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
 
@@ -55,9 +55,9 @@ def stream(
 ) -> Generator[StreamChunk, None, None]:
     """Yields each request's tokens as they come; together they are what `generate` returns.
 
-    Arguments are those of `generate`. Up to two rounds (`max_outstanding_rounds`) are
-    submitted before the oldest is read, so the device does not wait for the reader. Leaving
-    the generator early (`close`) frees everything.
+    Arguments and warnings are those of `generate`. Up to two rounds
+    (`max_outstanding_rounds`) are submitted before the oldest is read, so the device does not
+    wait for the reader. Leaving the generator early (`close`) frees everything.
 
     Raises:
       ValueError: as `generate`, at the call and not at the first token.
@@ -75,7 +75,9 @@ def stream(
         page_size=page_size,
         implementation=implementation,
     )
-    return _chunks(plan_call(model, prompts, options))
+    plan = plan_call(model, prompts, options)
+    warn_where_slower(plan)
+    return _chunks(plan)
 
 
 def _chunks(plan: Plan) -> Generator[StreamChunk, None, None]:
