@@ -221,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         minutes = (time.perf_counter() - began) / 60
         return args.command_minutes is not None and minutes >= args.command_minutes
 
-    done, compiled = False, set()
-    while not done and not out_of_time():
+    compiled: set[int] = set()
+    while True:
         pause = state.step + args.save_every
         state = advance(
             run, state, log, compiled, stop=lambda step, p=pause: step >= p or out_of_time()
@@ -230,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         save(state, args.out / "checkpoints", settings)
         look(run, state, log)
         done = schedule.progress(state.step, state.seconds) >= 1
+        if done or out_of_time():
+            break
     if done:
         shutil.rmtree(args.out / "model", ignore_errors=True)
         model = Ouro(config, params=state.params)
