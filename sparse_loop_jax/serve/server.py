@@ -66,6 +66,7 @@ class Server(uvicorn.Server):
                 make_app(service),
                 lifespan="off",
                 ws="none",
+                proxy_headers=False,
                 http="h11",
                 access_log=access_log,
                 log_level="info" if access_log else "warning",

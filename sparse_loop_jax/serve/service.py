@@ -171,7 +171,9 @@ class Service:
         Raises:
           ApiError: 503, the engine is at something that takes long, a compilation perhaps.
         """
-        future: concurrent.futures.Future[str] = self.worker.call(Engine.prometheus)
+        future: concurrent.futures.Future[str] = self.worker.call(
+            lambda engine: engine.prometheus()
+        )
         try:
             text = await asyncio.wait_for(asyncio.wrap_future(future), _METRICS_SECONDS)
         except TimeoutError:
