@@ -21,8 +21,9 @@ pipeline_tag: text-generation
 
 A looped Transformer of the Ouro architecture with {millions:.1f} million parameters, trained
 from scratch for this project by `examples/train_tiny`, so that every example, test and
-benchmark has a real model that fits in a wheel. It writes English that looks like its sources
-and means little. It is no assistant, knows no facts, and was not filtered or aligned in any way.
+benchmark has a real model that fits in a wheel. It writes English that looks like its
+sources and means little. It is no assistant, knows no facts, and was not filtered or aligned in
+any way.
 """
 
 FILES = """

@@ -124,6 +124,7 @@ def html_manual(root: Path) -> Iterator[Document]:
     for file in sorted(root.rglob("*.html")):
         parser = Paragraphs()
         parser.feed(file.read_text("utf-8", errors="replace"))
+        parser.close()
         if parser.paragraphs:
             yield parser.paragraphs
 
@@ -174,10 +175,9 @@ def factbook(root: Path) -> Iterator[Document]:
     for file in sorted(root.rglob("*.json")):
         if file.name == "package.json":
             continue
-        name = file.stem
         fields = json.loads(file.read_text("utf-8"))
         if isinstance(fields, dict):
-            yield [text for text in texts(fields) if len(text) > 200] or [name]
+            yield [text for text in texts(fields) if len(text) > 200]
 
 
 def texts(value) -> Iterator[str]:

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -134,9 +135,13 @@ def advance(
             config=run.config,
             objective=run.objective,
         )
-        jax.block_until_ready(metrics["loss"])
+        loss = float(metrics["loss"])  # waits for the step
         spent = time.perf_counter() - start
         step += 1
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} after step {step}: start again with a lower --peak"
+            )
         if length in compiled:
             seconds += spent
             tokens += batch.ids.size
@@ -153,7 +158,7 @@ def advance(
                 seconds=round(seconds, 1),
                 length=length,
                 rate=round(rate, 6),
-                loss=round(float(metrics["loss"]), 4),
+                loss=round(loss, 4),
                 gradient_norm=round(float(metrics["gradient_norm"]), 3),
                 cross_entropy=rounded_list(metrics["cross_entropy"], 4),
                 exits=rounded_list(metrics["exits"], 3),
@@ -228,8 +233,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
             run, state, log, compiled, stop=lambda step, p=pause: step >= p or out_of_time()
         )
         save(state, args.out / "checkpoints", settings)
-        look(run, state, log)
         done = schedule.progress(state.step, state.seconds) >= 1
+        if done or not out_of_time():
+            look(run, state, log)
         if done or out_of_time():
             break
     if done:

@@ -1,0 +1,432 @@
+"""The recipe of the small model: its text and its tasks."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.train_tiny import batches, clean, extract, fetch, hops, lexicon, papers, tasks
+from examples.train_tiny.corpus import Texts, encode
+from examples.train_tiny.sources import SOURCES, Source
+
+TEXT = Path(__file__).parent.parent / "sparse_loop_jax/data/tiny-ouro/heldout.txt"
+
+
+@pytest.fixture(scope="module")
+def words() -> lexicon.Lexicon:
+    lines = TEXT.read_text().splitlines()[:200]
+    return lexicon.Lexicon(lexicon.train_tokenizer(lines, 1024, repeats=1000))
+
+
+@pytest.fixture(scope="module")
+def texts(words) -> Texts:
+    ids = encode(words.tokenizer, [TEXT.read_text().split("\n\n")[:60]])
+    return Texts((ids, ids[:500]), np.array([0.75, 0.25]))
+
+
+# Independent solvers: they read the text, and know nothing of how it was made. ----------
+
+
+def solve_hops(text: str) -> list[tuple[str, str, int]]:
+    """(start, answer by following the pointers, steps) of each question."""
+    pointer = dict(re.findall(r"From (\w+) go to (\w+)\.", text))
+    found = []
+    for start, steps in re.findall(r"From (\w+) take (\d) steps to", text):
+        at = start
+        for _ in range(int(steps)):
+            at = pointer[at]
+        found.append((start, at, int(steps)))
+    return found
+
+
+def solve_story(text: str) -> list[str]:
+    """Where each thing is that the story asks for."""
+    at, where = {}, {}
+    answers = []
+    for line in text.splitlines():
+        if match := re.search(r"(\w+) (is at|goes to) the (\w+)\.$", line):
+            at[match[1]] = match[3]
+        elif match := re.search(r"(\w+) takes the (\w+)\.$", line):
+            where[match[2]] = lambda who=match[1]: at[who]
+        elif match := re.search(r"(\w+) drops the (\w+)\.$", line):
+            where[match[2]] = lambda place=at[match[1]]: place
+        elif match := re.match(r"Where is the (\w+)\?", line):
+            answers.append(where[match[1]]())
+    return answers
+
+
+def said(words, paper: papers.Paper) -> list[str]:
+    """The tokens of the answers."""
+    return [words.tokenizer.decode([paper.ids[i]]).strip() for i in paper.answers]
+
+
+@pytest.mark.parametrize("prose", [False, True])
+def test_several_hops_are_what_an_independent_solver_finds(words, texts, prose):
+    rng = np.random.default_rng(0)
+    steps_seen = set()
+    for _ in range(20):
+        paper = tasks.several_hops(rng, words, 400, loops=4, prose=texts if prose else None)
+        assert len(paper) <= 400
+        text = words.tokenizer.decode(paper.ids)
+        solved = solve_hops(text)
+        assert said(words, paper) == [answer for _, answer, _ in solved]
+        # Each shallow loop is asked for the node 2 steps further on.
+        pointer = dict(re.findall(r"From (\w+) go to (\w+)\.", text))
+        for index, (start, _, steps) in zip(paper.answers, solved, strict=True):
+            steps_seen.add(steps)
+            for loop, token in enumerate(paper.staged[index]):
+                at = start
+                for _ in range(min(steps, 2 * (loop + 1))):
+                    at = pointer[at]
+                assert words.tokenizer.decode([token]).strip() == at
+    assert steps_seen == set(range(1, 9))
+
+
+def test_the_solver_objects_to_a_wrong_answer(words):
+    paper = tasks.several_hops(np.random.default_rng(0), words, 300, loops=4)
+    off_by_one = [words.tokenizer.decode([paper.ids[i - 3]]) for i in paper.answers]
+    assert off_by_one != [
+        answer for _, answer, _ in solve_hops(words.tokenizer.decode(paper.ids))
+    ]
+    text = words.tokenizer.decode(paper.ids)
+    shifted = re.sub(r"take (\d)", lambda m: f"take {int(m[1]) + 1}", text)
+    right = [a for _, a, _ in solve_hops(text)]
+    assert all(
+        a != b for a, b in zip(right, (a for _, a, _ in solve_hops(shifted)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("prose", [False, True])
+def test_recall_asks_for_codes_that_were_given(words, texts, prose):
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+        paper = tasks.recall(rng, words, 500, prose=texts if prose else None)
+        text = words.tokenizer.decode(paper.ids)
+        codes = dict(re.findall(r"The (\w+ \w+) has code (\d{3})\.", text))
+        asked = re.findall(r"What code has the (\w+ \w+)\? (\d{3})", text)
+        assert len(asked) == 8
+        assert len(paper) <= 500
+        assert [codes[name] for name, _ in asked] == [code for _, code in asked]
+        assert "".join(said(words, paper)) == "".join(code for _, code in asked)
+
+
+@pytest.mark.parametrize("prose", [False, True])
+def test_stories_end_where_an_independent_reader_says(words, texts, prose):
+    rng = np.random.default_rng(2)
+    asked = 0
+    for _ in range(40):
+        paper = tasks.story(rng, words, 400, prose=texts if prose else None)
+        assert len(paper) <= 400
+        assert said(words, paper) == solve_story(words.tokenizer.decode(paper.ids))
+        asked += len(paper.answers)
+    assert asked > 40
+
+
+def test_copying_repeats_the_passage(words, texts):
+    for seed in range(10):
+        paper = tasks.copying(np.random.default_rng(seed), words, 300, prose=texts)
+        start = len(words.ids("Remember:"))
+        passage = [paper.ids[i] for i in paper.answers]
+        assert paper.ids[start : start + len(passage)] == passage
+        assert len(paper) <= 300
+
+
+def test_pieces_join_to_what_the_tokenizer_makes_of_the_text(words):
+    rng = np.random.default_rng(3)
+    made = [
+        tasks.several_hops(rng, words, 300, loops=2),
+        tasks.recall(rng, words, 300),
+        tasks.story(rng, words, 300),
+    ]
+    for paper in made:
+        assert words.tokenizer.encode(words.tokenizer.decode(paper.ids)).ids == paper.ids
+
+
+def test_tasks_refuse_what_does_not_fit(words, texts):
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="20 tokens have no room for 9 pointers"):
+        tasks.several_hops(rng, words, 20, loops=4)
+    with pytest.raises(ValueError, match="60 tokens have no room for 1 records"):
+        tasks.recall(rng, words, 60)
+    with pytest.raises(ValueError, match="no room for a passage twice"):
+        tasks.copying(rng, words, 12, prose=texts)
+    with pytest.raises(ValueError, match="no room for a story"):
+        tasks.story(rng, words, 30)
+    with pytest.raises(ValueError, match="a cycle of 4 of 10 names does not fit chains of 8"):
+        hops.draw_chain(rng, names=10, nodes=4, questions=1, hops=np.array([8]))
+
+
+def test_most_hops_is_the_longest_chain_that_fits(words):
+    rng = np.random.default_rng(0)
+    for length in range(40, 120, 7):
+        longest = tasks.most_hops(words, length)
+        made = tasks.several_hops(rng, words, length, loops=4, questions=1, hops=longest)
+        assert len(made) <= length
+        if longest < hops.MAX_HOPS:
+            with pytest.raises(ValueError, match="no room"):
+                tasks.several_hops(rng, words, length, loops=4, questions=1, hops=longest + 1)
+
+
+def test_a_tokenizer_that_leaves_names_in_pieces_is_refused():
+    with pytest.raises(ValueError, match=r"the name '\w+' is \d+ tokens, not one"):
+        lexicon.train_tokenizer([TEXT.read_text()], 300, repeats=1)
+
+
+def test_spread_uses_all_of_the_prose():
+    gaps = papers.spread(np.random.default_rng(0), 100, 7)
+    assert gaps.sum() == 100
+    assert gaps.min() >= 0
+    assert papers.spread(np.random.default_rng(0), 0, 3).tolist() == [0, 0, 0]
+
+
+# Batches -------------------------------------------------------------------------------
+
+
+def batch(words, texts, **changes):
+    options = {"seed": 0, "step": 5, "rows": 24, "length": 256, "loops": 4, "hops": 8}
+    mixture = batches.Mixture(synthetic=0.7, answer_weight=6.0, paper_weight=0.3)
+    return batches.make_batch(texts, words, mixture, **(options | changes))
+
+
+def test_a_batch_is_a_function_of_its_step(words, texts):
+    first, again, other = (batch(words, texts, step=s) for s in (5, 5, 6))
+    np.testing.assert_array_equal(first.ids, again.ids)
+    np.testing.assert_array_equal(first.targets, again.targets)
+    np.testing.assert_array_equal(first.weights, again.weights)
+    assert (np.asarray(first.ids) != np.asarray(other.ids)).mean() > 0.5
+
+
+def test_batches_hold_tokens_of_the_vocabulary_and_targets_one_further_on(words, texts):
+    made = batch(words, texts)
+    size = words.tokenizer.get_vocab_size()
+    for ids in (np.asarray(made.ids), np.asarray(made.targets)):
+        assert ids.min() >= 0
+        assert ids.max() < size
+    ids, targets, weights = map(np.asarray, (made.ids, made.targets, made.weights))
+    np.testing.assert_array_equal(targets[-1, :, :-1], ids[:, 1:])
+    staged = (targets != targets[-1:]).any(axis=0)
+    assert staged.any()
+    assert (weights[staged] == 6.0).all()
+    # Asking every loop for the answer leaves nothing staged.
+    mixture = batches.Mixture(synthetic=1.0, per_loop=None)
+    plain = batches.make_batch(
+        texts, words, mixture, seed=0, step=5, rows=8, length=256, loops=4, hops=8
+    )
+    plain_targets = np.asarray(plain.targets)
+    np.testing.assert_array_equal(
+        plain_targets, np.broadcast_to(plain_targets[-1:], (4, 8, 256))
+    )
+
+
+def test_answers_weigh_most_and_text_weighs_one(words, texts):
+    mixture = batches.Mixture(synthetic=1.0, hops=1, recall=0, copying=0, story=0)
+    made = batches.make_batch(
+        texts, words, mixture, seed=0, step=1, rows=6, length=300, loops=4, hops=4
+    )
+    answers = 0
+    for ids, weights in zip(np.asarray(made.ids), np.asarray(made.weights), strict=True):
+        paper = weights != 1.0
+        start, end = np.flatnonzero(paper)[[0, -1]]
+        assert ids[start] == lexicon.END  # the paper begins after it
+        text = words.tokenizer.decode(ids[start + 1 : end + 2].tolist())
+        heavy = [
+            words.tokenizer.decode([token]).strip()
+            for token in np.append(ids[1:], 0)[weights == mixture.answer_weight]
+        ]
+        solved = [answer for _, answer, _ in solve_hops(text)]
+        assert heavy == solved
+        answers += len(solved)
+    assert answers > 10
+
+
+def test_short_rows_are_refused(words, texts):
+    with pytest.raises(ValueError, match="at least 96 tokens, got 64"):
+        batch(words, texts, length=64)
+
+
+def test_texts_repeat_a_source_that_is_shorter_than_asked(texts):
+    assert texts(np.random.default_rng(0), 100_000).shape == (100_000,)
+
+
+# Packages ------------------------------------------------------------------------------
+
+
+def test_weights_of_the_sources_are_shares_and_their_readers_exist():
+    assert sum(source.weight for source in SOURCES) == pytest.approx(1.0)
+    assert {source.reader for source in SOURCES} <= set(extract.READERS)
+    assert all(re.fullmatch("[0-9a-f]{64}", source.sha256) for source in SOURCES)
+    assert all(source.licence for source in SOURCES)
+
+
+def make_source(registry, digest="0" * 64) -> Source:
+    return Source(
+        name="thing",
+        registry=registry,
+        package="pkg",
+        version="1.0",
+        sha256=digest,
+        reader="sawyer",
+        weight=1.0,
+        licence="public domain",
+    )
+
+
+def fake_client(directory: Path, name: str, body: str) -> None:
+    directory.mkdir(exist_ok=True)
+    script = directory / name
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("registry", "client", "wanted"),
+    [
+        ("pypi", "pip", "pkg==1.0"),
+        ("npm", "npm", "pkg@1.0"),
+        ("debian", "apt-get", "pkg=1.0"),
+    ],
+)
+def test_fetch_asks_the_registry_s_client_and_checks_the_digest(
+    tmp_path, monkeypatch, registry, client, wanted
+):
+    # A client that writes its last argument into a file.
+    fake_client(tmp_path / "bin", client, 'for a in "$@"; do :; done; printf %s "$a" > file')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    digest = fetch.hashlib.sha256(wanted.encode()).hexdigest()
+    file = fetch.fetch(make_source(registry, digest), tmp_path / "cache")
+    assert file.read_text() == wanted
+    fake_client(tmp_path / "bin", client, "exit 7")  # now it is in the cache
+    assert fetch.fetch(make_source(registry, digest), tmp_path / "cache") == file
+    with pytest.raises(ValueError, match="not 0000"):
+        fetch.fetch(make_source(registry), tmp_path / "cache")
+    with pytest.raises(ValueError, match="failed"):
+        fetch.fetch(make_source(registry), tmp_path / "other")
+    (tmp_path / "cache" / "thing" / "more").touch()
+    with pytest.raises(ValueError, match="should hold one file and has 2"):
+        fetch.fetch(make_source(registry), tmp_path / "cache")
+
+
+def test_a_missing_client_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"'npm' is not here.*--without thing"):
+        fetch.fetch(make_source("npm"), tmp_path / "cache")
+
+
+def test_unpack(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
+        archive.writestr("x/a.txt", "wheel")
+    with tarfile.open(tmp_path / "b.tgz", "w:gz") as archive:
+        info = tarfile.TarInfo("package/b.txt")
+        info.size = 3
+        archive.addfile(info, io.BytesIO(b"npm"))
+    fetch.unpack(tmp_path / "a.whl", tmp_path / "out")
+    fetch.unpack(tmp_path / "b.tgz", tmp_path / "out")
+    assert (tmp_path / "out/x/a.txt").read_text() == "wheel"
+    assert (tmp_path / "out/package/b.txt").read_text() == "npm"
+    with pytest.raises(ValueError, match="not a wheel, an npm tarball or a Debian package"):
+        fetch.unpack(tmp_path / "c.rar", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="needs dpkg-deb"):
+        fetch.unpack(tmp_path / "c.deb", tmp_path)
+
+
+def test_readers_of_plain_formats(tmp_path):
+    (tmp_path / "speeches").mkdir()
+    (tmp_path / "speeches" / "1.txt").write_text("One\ntwo.\n\nThree.\n")
+    assert list(extract.addresses(tmp_path)) == [["One two.", "Three."]]
+    (tmp_path / "page.html").write_text(
+        "<p>A <b>bold</b>\nword.<pre>code</pre> More.<ul><li>item</ul><p>Last<table>x</table>"
+    )
+    assert list(extract.html_manual(tmp_path)) == [["A bold word. More.", "Last"]]
+    (tmp_path / "al.json").write_text(
+        json.dumps({"Background": {"text": f"{'a' * 201} ++ {'b' * 201}"}, "Area": "12 sq km"})
+    )
+    assert list(extract.factbook(tmp_path)) == [["a" * 201, "b" * 201]]
+    (tmp_path / "wordnet").mkdir()
+    for kind in ("noun", "verb", "adj", "adv"):
+        line = "00001740 03 n 01 physical_entity 0 000 | an entity that exists  \n"
+        (tmp_path / "wordnet" / f"data.{kind}").write_text("  1 licence | text\n" + line)
+    (document,) = extract.wordnet(tmp_path)
+    assert document == ["Physical entity: an entity that exists."] * 4
+    chapters = tmp_path / "moby-dick" / "data"
+    chapters.mkdir(parents=True)
+    for number in (10, 2):
+        (chapters / f"chapter_{number}.txt").write_text(f"Chapter {number}.")
+    assert list(extract.mobydick(tmp_path)) == [["Chapter 2."], ["Chapter 10."]]
+    (tmp_path / "Mark.Twain-Tom.Sawyer.txt").write_text(
+        "Preface\n\nMOST of the adventures are."
+    )
+    assert list(extract.sawyer(tmp_path)) == [["MOST of the adventures are."]]
+
+
+def test_a_folder_must_be_there_once(tmp_path):
+    with pytest.raises(ValueError, match="has 0 folders called 'speeches'"):
+        list(extract.addresses(tmp_path))
+
+
+def test_reader_of_r_databases(tmp_path):
+    def string(text):
+        return struct.pack(">Ii", 0x00040009, len(text)) + text
+
+    lines = [b"It is a truth", b"universally known.", b"", b"Next."]
+    vector = b"X\n head" + struct.pack(">II", 16, len(lines)) + b"".join(map(string, lines))
+    block = zlib.compress(vector + struct.pack(">Ii", 0x00000402, 1) + b"attributes")
+    folder = tmp_path / "janeaustenr" / "data"
+    folder.mkdir(parents=True)
+    (folder / "Rdata.rdb").write_bytes((struct.pack(">I", len(vector)) + block) * 2)
+    assert list(extract.austen(tmp_path)) == [["It is a truth universally known.", "Next."]] * 2
+
+
+def test_reader_of_sword_modules(tmp_path):
+    folder = tmp_path / "engWEB2015eb"
+    folder.mkdir()
+    book = (
+        '<title level="1">Matthew</title><div sID="1" type="x-p"/><w lemma="a">The</w> '
+        "<w>book</w>,<note>Foot <b>note</b></note> read.<chapter/>Second <l/>line."
+    )
+    block = zlib.compress(book.encode())
+    for part in ("ot", "nt"):
+        (folder / f"{part}.bzz").write_bytes(block)
+        (folder / f"{part}.bzs").write_bytes(
+            struct.pack("<III", 0, len(block), 9) + struct.pack("<III", 0, 0, 0)
+        )
+    for document in extract.bible(tmp_path):
+        assert [p for p in document if p] == ["The book, read.", "Second", "line."]
+
+
+# Cleaning ------------------------------------------------------------------------------
+
+
+def test_prose_becomes_ascii():
+    assert clean.ascii_prose("“Café”  — it’s\n1 × 2 ☃ ﬁn") == '"Cafe" -- it\'s 1 x 2 fin'  # noqa: RUF001
+
+
+def test_only_prose_is_kept_and_only_once():
+    good = "This is a paragraph of plain English text, long enough."
+    documents = [[good, "Short.", "1 2 3 4 5 6 7 8 9 | | | | | | | | | | | | | | | |"], [good]]
+    assert list(clean.clean(documents)) == [[good]]
+
+
+def test_what_is_judged_is_kept_from_training():
+    shared = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    judged = f"Before, {shared.upper()}! After."
+    kept = list(clean.without_overlap([[f"x {shared} y", "other words"], [shared]], judged))
+    assert kept == [["other words"]]
+    twelve = shared.rsplit(" ", 1)[0]
+    assert list(clean.without_overlap([[twelve]], judged)) == [[twelve]]
+
+
+def test_the_end_is_held_out():
+    documents = [["a" * 50, "b" * 40], ["c" * 10]]
+    assert clean.split(documents, 0.3) == ([["a" * 50]], [["b" * 40], ["c" * 10]])
+    with pytest.raises(ValueError, match="between 0 and 1, got 1"):
+        clean.split(documents, 1)
