@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import re
 
+from sparse_loop_jax.cli import bench_serve
+
 HELP = "measure decoding and its attention, against the bytes they must move; tune kernels"
 
 _DEFAULT_CASES = {
@@ -16,6 +18,7 @@ _DEFAULT_CASES = {
     ),
     "decode": "1x1024,8x1024",
     "prefill": "1x8192",
+    "serve": "",
     "speculative": "1x1024,8x1024",
     "tune": "",  # the workloads tagged so
 }
@@ -37,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", help='of the ops: "xla" or "pallas"')
     parser.add_argument("--no-peer", action="store_true", help="leave PyTorch out")
     parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
+    bench_serve.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,6 +56,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"shape must be one of {sorted(model.SHAPES)}, got {args.shape!r}")
     if args.benchmark == "tune":
         return _tune(args, cases)
+    if args.benchmark == "serve":
+        return _serve(args, model.SHAPES[args.shape], retentions)
+    if args.workload is not None:
+        raise ValueError(f"a workload is for bench serve, got {args.workload!r}")
     rows = _BENCHMARKS[args.benchmark](args, model.SHAPES[args.shape], cases, retentions)
     report.print_table(f"bench {args.benchmark}", rows, _setup(args))
     _save(args, rows)
@@ -141,6 +149,20 @@ def _tune(args, cases) -> int:
     command = f"sparse-loop bench tune --seconds {args.seconds:g}"
     path = tune.write(workloads, args.device_file, seconds=args.seconds, command=command)
     print(f"wrote {path}")
+    return 0
+
+
+def _serve(args, config, retentions) -> int:
+    from sparse_loop_jax.bench import report
+
+    rows = bench_serve.run(args, config, retentions)
+    setup = _setup(args) | {"max_num_seqs": str(args.max_num_seqs)}
+    if args.model is not None:
+        setup["shape"] = args.model
+    table = [{k: v for k, v in row.items() if k not in ("ms", "counters")} for row in rows]
+    report.print_table("bench serve", table, setup)
+    if args.json:
+        report.write_json(args.json, "serve", rows, setup)
     return 0
 
 
