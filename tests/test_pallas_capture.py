@@ -16,7 +16,7 @@ from sparse_loop_jax.kernels.capture_attention.xla import row_scores
 from sparse_loop_jax.kernels.paged_attention import paged_attention
 from sparse_loop_jax.kernels.paged_attention.pallas import scored_attention
 from sparse_loop_jax.kernels.paged_attention.pallas_split import SplitConfig
-from sparse_loop_jax.kernels.sparse_attention.pallas_gather import GatherConfig
+from sparse_loop_jax.kernels.sparse_attention.cut import GatherConfig
 
 LENGTHS = [[0, 1, 2], [0, 41, 42], [97, 98, 99]]
 COUNTS = [[0, 1, 1], [0, 17, 42], [40, 16, 50]]

@@ -13,18 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_loop_jax.kernels.select_keys.pallas import (
-    RESIDENT,
-    choose_config,
-    select_keys_pallas,
-    select_rows,
-)
+from sparse_loop_jax.kernels.select_keys.layout import RESIDENT, SelectConfig, choose_config
+from sparse_loop_jax.kernels.select_keys.pallas import select_keys_pallas, select_rows
 from sparse_loop_jax.kernels.select_keys.pallas_kernel import (
     HIGHEST,
     LOWEST,
     NAN,
     ZERO,
-    SelectConfig,
     _value,
     ordered_keys,
 )

@@ -16,8 +16,8 @@ from sparse_loop_jax.kernels import pallas_triton
 from sparse_loop_jax.kernels.capture_attention.pallas import capture_attention_pallas
 from sparse_loop_jax.kernels.select_keys.pallas import select_keys_pallas
 from sparse_loop_jax.kernels.sparse_attention import sparse_attention
+from sparse_loop_jax.kernels.sparse_attention.cut import GatherConfig, choose_config
 from sparse_loop_jax.kernels.sparse_attention.pallas import sparse_attention_pallas
-from sparse_loop_jax.kernels.sparse_attention.pallas_gather import GatherConfig, choose_config
 
 LENGTHS = [[0, 1, 2], [40, 41, 42], [97, 98, 99]]
 COUNTS = [[0, 1, 2], [4, 17, 33], [40, 16, 39]]

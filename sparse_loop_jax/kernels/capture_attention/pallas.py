@@ -15,7 +15,7 @@ from sparse_loop_jax.kernels.paged_attention import paged_attention
 from sparse_loop_jax.kernels.paged_attention.pallas import scored_attention
 from sparse_loop_jax.kernels.registry import PREFERENCE
 from sparse_loop_jax.kernels.select_keys.pallas import select_rows
-from sparse_loop_jax.kernels.sparse_attention.pallas_gather import (
+from sparse_loop_jax.kernels.sparse_attention.cut import (
     GatherConfig,
     check_shapes,
     choose_config,

@@ -7,15 +7,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from sparse_loop_jax.kernels import pallas_triton, tuning
+from sparse_loop_jax.kernels.select_keys.layout import SelectConfig, choose_config
 from sparse_loop_jax.kernels.select_keys.op import select_keys
-from sparse_loop_jax.kernels.select_keys.pallas_kernel import GROUP, SelectConfig, select_kernel
+from sparse_loop_jax.kernels.select_keys.pallas_kernel import select_kernel
 from sparse_loop_jax.kernels.select_keys.xla import validate
-
-# The keys of a row that its program holds in registers: 64 for each of 512 threads.
-RESIDENT = 1 << 15
 
 
 @select_keys.register("pallas")
@@ -72,15 +69,6 @@ def select_rows(
         interpret=pallas_triton.interpreting(),
     )
     return out.reshape(*lead, capacity)
-
-
-def choose_config(span: int, num_warps: int | None = None) -> SelectConfig:
-    """A layout for rows of `span` scores; None: as many warps as were good on an H200."""
-    keys = min(span, RESIDENT)
-    if num_warps is None:
-        num_warps = min(max(pl.next_power_of_2(keys) // (8 * GROUP), 1), 16)
-    groups = pl.next_power_of_2(pl.cdiv(keys, num_warps * GROUP))
-    return SelectConfig(num_warps=num_warps, groups=groups)
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "index_dtype", "config", "interpret"))

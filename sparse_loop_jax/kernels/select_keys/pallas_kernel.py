@@ -17,7 +17,6 @@ instructions.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax
@@ -25,8 +24,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from sparse_loop_jax.kernels.pallas_triton import load, store
+from sparse_loop_jax.kernels.select_keys.layout import GROUP, SelectConfig
 
-GROUP = 128  # scores of one warp in one group: 32 threads times 4
 GUESSES = 16
 REST_GROUPS = 4  # read at a time of what does not fit into registers
 
@@ -35,29 +34,6 @@ PADDING, NAN, LOWEST, ZERO, HIGHEST = 0, 1, 2, 0x7F800002, 0xFF000002
 
 # Constants in kernels have a dtype: a choice between two bare Python numbers lowers wrongly.
 _i32, _u32 = jnp.int32, jnp.uint32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SelectConfig:
-    """How a row is laid out; powers of two.
-
-    Attributes:
-      num_warps: warps of a program.
-      groups: groups of `num_warps * GROUP` scores that stay in registers.
-    """
-
-    num_warps: int
-    groups: int
-
-    def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two, got {value}")
-
-    @property
-    def resident(self) -> int:
-        """Scores in registers."""
-        return self.groups * self.num_warps * GROUP
 
 
 def select_kernel(

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from sparse_loop_jax.kernels import pallas_triton, tuning
-from sparse_loop_jax.kernels.sparse_attention.op import sparse_attention
-from sparse_loop_jax.kernels.sparse_attention.pallas_gather import (
+from sparse_loop_jax.kernels.sparse_attention.cut import (
     GatherConfig,
     check_shapes,
     choose_config,
 )
+from sparse_loop_jax.kernels.sparse_attention.op import sparse_attention
 from sparse_loop_jax.kernels.sparse_attention.pallas_kernel import attend_kernel, merge_kernel
 
 

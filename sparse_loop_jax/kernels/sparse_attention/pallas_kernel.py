@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from sparse_loop_jax.kernels.pallas_triton import load, store
+from sparse_loop_jax.kernels.sparse_attention.cut import GatherConfig
 from sparse_loop_jax.kernels.sparse_attention.pallas_gather import (
     ROWS,
-    GatherConfig,
     dot,
     first_row,
     only_row,

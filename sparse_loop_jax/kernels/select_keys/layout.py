@@ -1,0 +1,47 @@
+"""How a row of scores lies in the program that selects from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+GROUP = 128  # scores of one warp in one group: 32 threads times 4
+# The keys of a row that its program holds in registers: 64 for each of 512 threads.
+RESIDENT = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectConfig:
+    """How a row is laid out; powers of two.
+
+    Attributes:
+      num_warps: warps of a program.
+      groups: groups of `num_warps * GROUP` scores that stay in registers.
+    """
+
+    num_warps: int
+    groups: int
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+
+    @property
+    def resident(self) -> int:
+        """Scores in registers."""
+        return self.groups * self.num_warps * GROUP
+
+
+def choose_config(span: int, num_warps: int | None = None) -> SelectConfig:
+    """A layout for rows of `span` scores; None: as many warps as were good on an H200."""
+    keys = min(span, RESIDENT)
+    if num_warps is None:
+        num_warps = min(max(_power_of_two(keys) // (8 * GROUP), 1), 16)
+    return SelectConfig(
+        num_warps=num_warps, groups=_power_of_two(-(-keys // (num_warps * GROUP)))
+    )
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest that is at least `count`."""
+    return 1 << max(count - 1, 0).bit_length()
