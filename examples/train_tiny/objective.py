@@ -55,6 +55,10 @@ def loss_and_metrics(
       `exits [D]`, the mean exit distribution; `weighted [D]`, weighted mean cross-entropy of
       the targets of each loop.
     """
+    count = batch.ids.size
+    rows = min(objective.rows, count)
+    if count % rows:
+        raise ValueError(f"{count} tokens a batch are no multiple of rows={rows}")
     states = loop_states(
         params,
         config,
@@ -64,10 +68,6 @@ def loss_and_metrics(
         remat=objective.remat,
     )
     depth, hidden = config.total_ut_steps, config.hidden_size
-    count = batch.ids.size
-    rows = min(objective.rows, count)
-    if count % rows:
-        raise ValueError(f"{count} tokens a batch are no multiple of rows={rows}")
 
     def chunks(x, width):  # [D or 1, B, T, ...] -> [chunks, D or 1, rows, ...]
         x = x.reshape(x.shape[0], count // rows, rows, *width)

@@ -56,11 +56,11 @@ class Log:
     """JSON lines in a file, and short ones on standard output."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def __call__(self, kind: str, **facts: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, **facts}) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **facts}) + "\n")
         print(kind, *(f"{name}={value}" for name, value in facts.items()), flush=True)
 
 

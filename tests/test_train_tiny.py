@@ -1,0 +1,446 @@
+"""The recipe of the small model, all of it, at toy size."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_loop_jax as slj
+from examples.train_tiny import (
+    card,
+    corpus as corpora,
+    evaluate,
+    export,
+    network,
+    objective,
+    options,
+    plan,
+    prepare,
+    questions,
+    schedule,
+    scoring,
+    state,
+    train,
+)
+from sparse_loop_jax.checkpoint import load_orbax
+from sparse_loop_jax.evaluate import read_questions
+from sparse_loop_jax.models import OuroConfig
+from sparse_loop_jax.models.forward import exit_probabilities, forward_params
+
+TEXT = Path(__file__).parent.parent / "sparse_loop_jax/data/tiny-ouro/heldout.txt"
+STEPS, LENGTH = 40, 96
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> corpora.Corpus:
+    out = tmp_path_factory.mktemp("corpus")
+    prepare.main(["--text", str(TEXT), "--out", str(out), "--vocabulary", "1024"])
+    found = corpora.read(out)
+    found.manifest["directory"] = str(out)
+    return found
+
+
+def arguments(corpus: corpora.Corpus, out: Path, *more: str) -> list[str]:
+    given = f"""--steps {STEPS} --hidden 32 --intermediate 48 --layers 1 --heads 2 --loops 3
+        --lengths 1:{LENGTH} --batch-tokens {16 * LENGTH} --rows {8 * LENGTH} --dtype float32
+        --save-every 30 --log-every 10 --warmup 5 --peak 1e-2"""
+    return ["--corpus", corpus.manifest["directory"], "--out", str(out), *given.split(), *more]
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory) -> Path:
+    """A finished run that was never interrupted."""
+    out = tmp_path_factory.mktemp("run")
+    assert train.main(arguments(corpus, out))
+    return out
+
+
+def log_of(run: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def exported(corpus, run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("export") / "tiny"
+    folders = ["--run", str(run), "--corpus", corpus.manifest["directory"], "--out", str(out)]
+    export.main([*folders, "--lengths", "96", "--count", "8"])
+    return out
+
+
+# Training ------------------------------------------------------------------------------
+
+
+def test_the_loss_falls(run):
+    losses = [line["cross_entropy"] for line in log_of(run, "step")]
+    # It starts near log(1024) = 6.9, that of a guess.
+    assert min(losses[0]) > 5.8
+    assert max(losses[-1]) < 5.6
+    first, *_, last = log_of(run, "held_out")
+    assert max(last["cross_entropy"]) < min(first["cross_entropy"]) + 0.05
+    assert max(last["cross_entropy"]) < math.log(1024) - 1
+
+
+def test_a_resumed_run_ends_like_an_uninterrupted_one(corpus, run, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    # A clock that ticks when it is read, so that the time is up somewhere in the middle.
+    ticks = itertools.count()
+    clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(train, "time", clock)
+    commands = 0
+    while not train.main(
+        arguments(corpus, out, "--command-minutes", "1", *["--resume"] * bool(commands))
+    ):
+        commands += 1
+        assert commands < 9
+        assert 0 < log_of(out, "paused")[-1]["step"] < STEPS
+    assert commands > 0
+    _, whole = load_orbax(run / "model")
+    _, parts = load_orbax(out / "model")
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    # The last checkpoint alone is kept.
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["newest", f"step-{STEPS:07d}"]
+
+
+def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(corpus, run, tmp_path):
+    with pytest.raises(ValueError, match="has a run in it: resume it"):
+        train.main(arguments(corpus, run))
+    with pytest.raises(ValueError, match=r"other settings \(then, now\): \{'seed': \(0, 1\)\}"):
+        train.main(arguments(corpus, run, "--resume", "--seed", "1"))
+    with pytest.raises(ValueError, match="no checkpoint to resume"):
+        train.main(arguments(corpus, tmp_path, "--resume"))
+
+
+def test_a_checkpoint_of_another_model_is_refused(run):
+    settings = json.loads((run / "settings.json").read_text())
+    config = OuroConfig(**settings["model"] | {"intermediate_size": 64})
+    with pytest.raises(ValueError, match=r"array \d+ is float32\[96, 32\], the model has"):
+        state.restore(run / "checkpoints", config, settings)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path, monkeypatch):
+    def broken(params, optimizer, batch, rate, *, config, objective):
+        return params, optimizer, {"loss": jnp.float32(np.nan)}
+
+    monkeypatch.setattr(train, "train_step", broken)
+    with pytest.raises(FloatingPointError, match="the loss is nan after step 1"):
+        train.main(arguments(corpus, tmp_path / "run"))
+
+
+# The objective -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(corpus):
+    """A model, a batch of random tokens, and the objective in float32."""
+    config = OuroConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        total_ut_steps=3,
+    )
+    params = network.initial_params(config, jax.random.key(1))
+    gate = jax.random.normal(jax.random.key(2), params.exit_gate.shape)
+    params = dataclasses.replace(params, exit_gate=gate)
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, 40, (2, 12)), jnp.int32)
+    following = jnp.asarray(rng.integers(0, 40, (2, 12)), jnp.int32)
+    weights = jnp.asarray(rng.uniform(0, 2, (2, 12)), jnp.float32)
+    batch = objective.Batch(ids, jnp.stack([following] * 3), weights)
+    return config, params, batch
+
+
+def textbook(params, config, batch, beta=0.1):
+    """The same loss by the library's forward pass, without staging."""
+    out = forward_params(params, config, batch.ids)
+    log_p = jax.nn.log_softmax(out.logits, axis=-1)
+    loss = -jnp.take_along_axis(log_p, batch.targets[..., None], axis=-1)[..., 0]
+    exits = exit_probabilities(out.gate_logits)
+    entropy = -(exits * jnp.log(exits)).sum(axis=0)
+    each = (exits * loss).sum(axis=0) - beta * entropy
+    return (batch.weights * each).sum() / batch.weights.sum()
+
+
+@pytest.fixture(scope="module")
+def objective_gradient(small):
+    """A jitted function (targets, weights) -> loss, gradient."""
+    config, params, batch = small
+    chosen = objective.Objective(dtype="float32", rows=8)
+
+    @jax.jit
+    def compute(targets, weights):
+        given = objective.Batch(batch.ids, targets, weights)
+        return jax.value_and_grad(
+            lambda p: objective.loss_and_metrics(p, config, chosen, given)[0]
+        )(params)
+
+    return compute
+
+
+def test_the_objective_is_the_textbook_s_with_its_gradient(small, objective_gradient):
+    config, params, batch = small
+    loss, gradient = objective_gradient(batch.targets, batch.weights)
+    wanted, expected = jax.jit(jax.value_and_grad(lambda p: textbook(p, config, batch)))(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, expected
+    )
+
+
+def test_staged_targets_teach_shallow_loops_but_not_the_gate(small, objective_gradient):
+    _, _, batch = small
+    # One position alone; its shallow loops are asked for token 3, or for what comes next.
+    weights = jnp.zeros_like(batch.weights).at[0, 5].set(1.0)
+    _, plain = objective_gradient(batch.targets, weights)
+    _, staged = objective_gradient(batch.targets.at[:2, 0, 5].set(3), weights)
+    np.testing.assert_allclose(staged.exit_gate, plain.exit_gate, rtol=1e-4, atol=1e-7)
+    answer = int(batch.targets[0, 0, 5])
+    assert answer != 3
+    assert np.abs(staged.head[3]).sum() > 10 * np.abs(plain.head[3]).sum()
+    # Every loop weighs the same: two of three ask for token 3, whose logits start near chance.
+    pull = [float(jnp.linalg.norm(staged.head[token])) for token in (3, answer)]
+    assert 1 < pull[0] / pull[1] < 4
+
+
+def test_a_batch_must_be_a_multiple_of_the_rows(small):
+    config, params, batch = small
+    with pytest.raises(ValueError, match="24 tokens a batch are no multiple of rows=7"):
+        objective.loss_and_metrics(params, config, objective.Objective(rows=7), batch)
+
+
+def test_states_are_those_of_the_library_s_forward(small):
+    config, params, batch = small
+    states = jax.jit(lambda p: network.loop_states(p, config, batch.ids, dtype="float32"))(
+        params
+    )
+    out = forward_params(params, config, batch.ids)
+    np.testing.assert_allclose(states, out.hidden, rtol=1e-4, atol=1e-5)
+
+
+def test_chunked_attention_is_causal_attention(small):
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (2, 12, heads, 8))
+        for i, heads in ((0, 4), (1, 2), (2, 2))
+    )
+    chunked = jax.jit(lambda *args: network.chunked_attention(*args, chunk=4))(q, k, v)
+    whole = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    np.testing.assert_allclose(chunked, whole, atol=1e-5)
+    with pytest.raises(ValueError, match="a length of 12 is no multiple of the chunk of 5"):
+        network.chunked_attention(q, k, v, chunk=5)
+
+
+# The plan ------------------------------------------------------------------------------
+
+
+def test_the_schedule():
+    made = schedule.Schedule(steps=100, warmup=10, peak=1.0, hops_by=0.4)
+    assert [made.length(p) for p in (0.0, 0.34, 0.35, 0.8, 1.0)] == [512, 512, 2048, 8192, 8192]
+    assert [made.hops(p) for p in (0.0, 0.1, 0.2, 0.4, 1.0)] == [1, 2, 4, 8, 8]
+    assert made.rate(0, 0.0) == pytest.approx(0.1)
+    assert made.rate(50, 0.5) == pytest.approx(0.51)
+    assert made.rate(100, 1.0) == pytest.approx(0.02)
+    assert made.progress(25, 1e9) == 0.25
+    assert schedule.Schedule(minutes=2.0).progress(10**9, 60.0) == 0.5
+    assert schedule.parse_lengths("0.5:96,1:192") == ((0.5, 96), (1.0, 192))
+
+
+def test_a_bad_schedule_is_refused():
+    for budget in ({}, {"steps": 1, "minutes": 1.0}):
+        with pytest.raises(ValueError, match="either in steps or in minutes"):
+            schedule.Schedule(**budget)
+    with pytest.raises(ValueError, match="must be positive, got -1"):
+        schedule.Schedule(steps=-1)
+    for lengths in (((0.5, 96),), ((1.0, 96), (0.5, 48)), ()):
+        with pytest.raises(ValueError, match="must rise to an end of 1"):
+            schedule.Schedule(steps=1, lengths=lengths)
+    with pytest.raises(ValueError, match=r"lengths look like .*, got '96'"):
+        schedule.parse_lengths("96")
+
+
+def test_options_that_do_not_fit_are_refused(corpus, tmp_path):
+    with pytest.raises(ValueError, match="--hidden 32 is no multiple of --heads 3"):
+        train.main(arguments(corpus, tmp_path, "--heads", "3"))
+    with pytest.raises(ValueError, match="--batch-tokens 100 is no multiple of 96"):
+        train.main(arguments(corpus, tmp_path, "--batch-tokens", "100"))
+
+
+def test_operations_are_six_a_weight_and_use(small):
+    config, params, _ = small
+    layers = sum(leaf.size for leaf in jax.tree.leaves(params.layers) if leaf.ndim == 2)
+    wanted = 3 * (6 * layers + 8 * params.head.size)
+    assert plan.operations(config, 0, remat=False) == wanted
+    # Attention: scores and sums, 2 operations each, over half of the row; backwards twice that.
+    more = plan.operations(config, 100, remat=False) - wanted
+    assert more == 3 * (3 * 2 * 2 * 16 * 100 / 2)
+
+
+def test_the_plan_prints_every_stage(corpus, tmp_path, capsys):
+    plan.main([*arguments(corpus, tmp_path, "--lengths", "0.5:96,1:192"), "--no-memory"])
+    assert re.findall(r"until (\d+)%: (\d+) x (\d+)", capsys.readouterr().out) == [
+        ("50", "16", "96"), ("100", "8", "192"),
+    ]  # fmt: skip
+
+
+# What comes out ------------------------------------------------------------------------
+
+
+def test_the_export_is_the_run_s_weights_in_bfloat16(exported, run, corpus):
+    _, masters = load_orbax(run / "model")
+    model = slj.load(exported)
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), masters)
+    jax.tree.map(np.testing.assert_array_equal, model.params, rounded)
+    assert model.config.max_position_embeddings == LENGTH
+    assert model.tokenizer.to_str() == corpus.lexicon.tokenizer.to_str()
+    assert (exported / "heldout.txt").read_bytes() == TEXT.read_bytes()
+
+
+def test_task_files_ask_what_can_be_answered_within_the_context(exported):
+    model = slj.load(exported)
+    for name, pattern in (("recall", r"has code"), ("hops", r"go to")):
+        text = (exported / f"{name}.jsonl").read_text()
+        asked = read_questions(text)
+        assert len(asked) == 8
+        for question, line in zip(asked, text.splitlines(), strict=True):
+            facts = json.loads(line)
+            whole = model.tokenizer.encode(question.prompt + question.answer).ids
+            assert len(whole) <= LENGTH
+            assert re.search(pattern, question.prompt)
+            if name == "hops":
+                pointer = dict(re.findall(r"From (\w+) go to (\w+)\.", question.prompt))
+                (at,) = re.findall(
+                    rf"From (\w+) take {facts['hops']} steps to$", question.prompt
+                )
+                for _ in range(facts["hops"]):
+                    at = pointer[at]
+                assert question.answer == f" {at}"
+            else:
+                *_, asked_for = re.findall(r"What code has the (\w+ \w+)\?$", question.prompt)
+                assert f"The {asked_for} has code{question.answer}." in question.prompt
+
+
+def test_an_export_that_is_too_large_is_refused(corpus, exported, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "LIMIT", 2**16)
+    with pytest.raises(ValueError, match=r"MiB of weights are more than 0\.0625"):
+        export.export(slj.load(exported), corpus, tmp_path / "x", lengths=[96], count=1)
+
+
+@pytest.fixture(scope="module")
+def measured(exported, corpus, tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("measured") / "new.json"
+    given = ["--lengths", "96,128", "--count", "2", "--window", "64", "--json", str(path)]
+    evaluate.main([str(exported), "--corpus", corpus.manifest["directory"], *given])
+    return json.loads(path.read_text())
+
+
+def test_the_evaluation_measures_what_the_library_s_forward_gives(exported, measured):
+    model = slj.load(exported)
+    text = TEXT.read_text()[:2000]
+    found = evaluate.measure_text(model, text, window=64)
+    ids = np.asarray(model.tokenizer.encode(text).ids)
+    windows = ids[: len(ids) // 64 * 64].reshape(-1, 64)
+    out = slj.forward(model, windows)
+    log_p = jax.nn.log_softmax(out.logits[:, :, :-1], axis=-1)
+    loss = -jnp.take_along_axis(log_p, jnp.asarray(windows)[None, :, 1:, None], axis=-1)
+    np.testing.assert_allclose(found["cross_entropy"], loss.mean(axis=(1, 2, 3)), atol=0.02)
+    size = sum(len(model.tokenizer.decode(row[1:].tolist())) for row in windows)
+    assert found["bytes"] == size
+    likeliest = np.asarray(jnp.argmax(out.logits[:, :, :-1], axis=-1))
+    agreement = (likeliest[:-1] == likeliest[-1:]).mean(axis=(1, 2))
+    np.testing.assert_allclose(found["agreement"], agreement, atol=0.03)
+    assert len(measured["own_text"]) == 2
+    assert all(0 <= share <= 1 for share in measured["own_text"])
+
+
+def test_questions_that_do_not_fit_the_context_are_not_asked(measured):
+    # Those of 128 tokens need a row of 128, which is what 96 rounds up to.
+    assert set(measured["recall_by_length"]) == {"96", "128"}
+    assert set(measured["hops_by_steps"]) == {str(n) for n in range(1, 9)}
+    assert all(len(loops) == 3 for loops in measured["hops_by_steps"].values())
+
+
+def test_text_shorter_than_a_window_is_refused(exported):
+    with pytest.raises(ValueError, match=r"the text has \d+ tokens, fewer than a window of 64"):
+        evaluate.measure_text(slj.load(exported), "Short.", window=64)
+
+
+def test_an_answer_is_right_if_all_of_its_tokens_are():
+    ids, answers = [9, 5, 1, 2, 3], [2, 3]
+    tokens = np.array([[0, 1, 2, 9, 9], [0, 1, 7, 9, 9], [5, 7, 2, 3, 9]])
+    assert scoring.answered(tokens, ids, answers).tolist() == [True, False, False]
+
+
+def test_scores_do_not_see_the_padding(small):
+    config, params, batch = small
+    chosen = objective.Objective(dtype="float32")
+    long, short = batch.ids[0].tolist(), batch.ids[1, :5].tolist()
+    one, two = scoring.score_padded(params, config, chosen, [long, short], length=12, rows=2)
+    (alone,) = scoring.score_padded(params, config, chosen, [short], length=12, rows=2)
+    assert (one.shape, two.shape) == ((3, 12), (3, 5))
+    np.testing.assert_array_equal(two, alone)
+    out = forward_params(params, config, batch.ids)
+    np.testing.assert_array_equal(one, np.asarray(out.logits).argmax(axis=-1)[:, 0])
+
+
+def test_the_card_carries_both_rows(run, corpus, measured):
+    settings = json.loads((run / "settings.json").read_text())
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    old = json.loads(json.dumps(measured))
+    old["text"]["cross_entropy"] = [1.25, 1.5, 1.75]
+    del old["hops_by_steps"]["8"]
+    text = card.card({"this": measured, "old": old}, settings, log, corpus.manifest)
+    new = card.numbers(measured["text"]["cross_entropy"])
+    assert f"| held-out cross-entropy, nats per token | {new} | 1.250, 1.500, 1.750 |" in text
+    eight = card.numbers(measured["hops_by_steps"]["8"])
+    assert f"| 8 pointers followed | {eight} | - |" in text
+    assert f"| Run | {STEPS} steps" in text
+    assert "heldout (" in text
+    with pytest.raises(ValueError, match="the run is not done"):
+        card.card({"this": measured}, settings, log[:-1], corpus.manifest)
+
+
+def test_a_corpus_that_is_missing_or_spoilt_is_refused(corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"has no manifest.json: make it"):
+        corpora.read(tmp_path)
+    facts = {"name": "x", "weight": 1.0}
+    good, bad = np.arange(5, dtype=np.uint16), np.array([1024], np.uint16)
+    for train_tokens in (bad, bad[:0]):
+        corpora.write(tmp_path, corpus.lexicon.tokenizer, [(facts, train_tokens, good)])
+        with pytest.raises(ValueError, match="is empty or has tokens outside the vocabulary"):
+            corpora.read(tmp_path)
+
+
+def test_a_source_too_short_to_split_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="x: too little text to hold some of it out"):
+        prepare.build(
+            tmp_path, [({"name": "x", "weight": 1.0}, [["one"]])], vocabulary=1024, judged=""
+        )
+
+
+def test_questions_are_drawn_anew_for_another_seed(corpus):
+    first, again, other = (questions.draw_hops(corpus, 200, 2, seed=s) for s in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert [q.hops for q in first] == [n for n in range(1, 9) for _ in range(2)]
+
+
+def test_settings_hold_all_that_decides_the_result(corpus, run):
+    settings = json.loads((run / "settings.json").read_text())
+    assert set(settings) == {
+        "model", "objective", "schedule", "mixture", "seed", "batch_tokens"
+    }  # fmt: skip
+    assert options.schedule_of(settings).steps == STEPS
