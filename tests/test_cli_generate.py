@@ -83,13 +83,15 @@ def test_options_reach_generate(ascii_checkpoint, monkeypatch):
     monkeypatch.setattr("sparse_loop_jax.generate", fake)
     flags = ["--dtype", "bfloat16", "--adaptive", "--speculative-tokens", "5", "--no-eos"]
     flags += ["--exit-threshold", "1", "--implementation", "xla", "--seed", "3"]
+    flags += ["--min-loops", "2", "--max-loops", "3"]
     assert main(["generate", "a", "b", "--model", str(ascii_checkpoint), *flags]) == 2
     assert seen["prompts"] == ["a", "b"]
     assert seen["dtype"] == "bfloat16"
     assert seen["speculative"] == slj.SpeculativeConfig(5, draft_loops=2, adaptive=True)
     assert seen["sparse"] is None
     assert (seen["eos_token_id"], seen["max_new_tokens"]) == ([], 64)
-    assert (seen["exit_threshold"], seen["implementation"], seen["seed"]) == (1.0, "xla", 3)
+    assert (seen["exit_threshold"], seen["min_loops"], seen["max_loops"]) == (1.0, 2, 3)
+    assert (seen["implementation"], seen["seed"]) == ("xla", 3)
 
 
 @pytest.mark.parametrize("flags", [[], BOTH])

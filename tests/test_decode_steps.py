@@ -176,6 +176,8 @@ def _abstract_state(config):
             top_k=zeros,
             top_p=zeros.astype(jnp.float32),
             exit_threshold=zeros.astype(jnp.float32),
+            min_loops=zeros,
+            max_loops=zeros,
             stop_ids=zeros[:, None],
             key=jax.random.split(jax.random.key(0), 8),
         ),

@@ -15,6 +15,7 @@ from sparse_loop_jax.engine import memory
 from sparse_loop_jax.engine.blocks import BlockPool, prompt_hashes
 from sparse_loop_jax.engine.request import Request
 from sparse_loop_jax.engine.waiting import WaitingQueue
+from sparse_loop_jax.generation.options import ExitRule
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +121,8 @@ def test_the_pool_is_a_bookkeeper(data):
 
 def _request(name, arrival, priority=0):
     return Request(
-        name, np.ones(1, np.int32), slj.SamplingParams(), stop_ids=(), exit_threshold=1.0,
-        priority=priority, arrival=arrival, tokenizer=None,
+        name, np.ones(1, np.int32), slj.SamplingParams(), stop_ids=(), priority=priority,
+        arrival=arrival, tokenizer=None, exit_rule=ExitRule(1.0, 1, 4, 4),
     )  # fmt: skip
 
 

@@ -301,6 +301,6 @@ def test_a_character_of_several_tokens_comes_whole():
     assert len(ids) > 3  # several tokens a character, or this shows nothing
     request = Request(np.asarray([1], np.int32), len(ids), (), 0)
     reader = _Reader(0, request, tokenizer)
-    texts = [reader.take([token]).text or "" for token in ids]
+    texts = [reader.take([token], [4]).text or "" for token in ids]
     assert "".join(texts) == tokenizer.decode(ids)
     assert not any("\N{REPLACEMENT CHARACTER}" in text for text in texts)

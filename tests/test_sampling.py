@@ -63,6 +63,8 @@ def _request(batch, **changes):
         "top_k": jnp.full(batch, 4, jnp.int32),
         "top_p": jnp.ones(batch, jnp.float32),
         "exit_threshold": jnp.ones(batch, jnp.float32),
+        "min_loops": jnp.ones(batch, jnp.int32),
+        "max_loops": jnp.ones(batch, jnp.int32),
         "stop_ids": jnp.full((batch, 1), -1, jnp.int32),
         "key": jax.random.split(jax.random.key(0), batch),
     }

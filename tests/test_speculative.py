@@ -343,6 +343,8 @@ def _many_rounds(trials, k, rows, temperature=1.0):
         top_k=jnp.full(trials, 5, jnp.int32),
         top_p=jnp.ones(trials, jnp.float32),
         exit_threshold=jnp.ones(trials, jnp.float32),
+        min_loops=jnp.ones(trials, jnp.int32),
+        max_loops=jnp.ones(trials, jnp.int32),
         stop_ids=jnp.full((trials, 1), -1, jnp.int32),
         key=jax.random.split(jax.random.key(1), trials),
     )

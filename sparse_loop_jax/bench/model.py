@@ -84,6 +84,8 @@ def state_at(
             top_k=ones * config.vocab_size,
             top_p=jnp.ones((batch,), jnp.float32),
             exit_threshold=jnp.ones((batch,), jnp.float32),
+            min_loops=ones,
+            max_loops=ones * config.total_ut_steps,
             stop_ids=-ones[:, None],
             key=jax.random.split(jax.random.key(seed), batch),
         ),

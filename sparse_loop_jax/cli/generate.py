@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-eos", action="store_true", help="do not stop at stop tokens")
     parser.add_argument("--exit-threshold", type=float, help="leave earlier loops; 1 never")
+    parser.add_argument("--min-loops", type=int, default=1, metavar="N")
+    parser.add_argument("--max-loops", type=int, metavar="N", help="default: all")
     sparse = parser.add_argument_group("cross-loop sparse decode attention")
     sparse.add_argument("--retention", type=float, help="share of keys that loops 3, 4 read")
     speculative = parser.add_argument_group("self-speculation")
@@ -59,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "eos_token_id": [] if args.no_eos else None,
         "exit_threshold": args.exit_threshold,
+        "min_loops": args.min_loops,
+        "max_loops": args.max_loops,
         "implementation": args.implementation,
     }
     if args.stream:

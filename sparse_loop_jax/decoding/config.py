@@ -57,11 +57,14 @@ class DecodeSpec:
     Attributes:
       config: the model.
       sampled: False compiles the greedy readout alone.
-      early_exit: True lets `RequestParams.exit_threshold` choose the readout's loop.
+      early_exit: True lets rows leave by `RequestParams`; False runs every loop.
       implementation: of the attention ops, by name; None lets each choose. "xla" takes
         the reference for everything else as well.
       sparse: cross-loop sparse attention of decoded rows; None is dense.
       speculative: self-speculation; None decodes token by token.
+
+    Raises:
+      ValueError: rows may leave early where the depth is fixed.
     """
 
     config: OuroConfig
@@ -70,6 +73,12 @@ class DecodeSpec:
     implementation: str | None = None
     sparse: SparseDecodeConfig | None = None
     speculative: SpeculativeConfig | None = None
+
+    def __post_init__(self):
+        if self.early_exit and (self.sparse is not None or self.speculative is not None):
+            raise ValueError(
+                "early_exit needs plain, dense decoding: leave sparse and speculative out"
+            )
 
     @property
     def rows(self) -> int:

@@ -23,19 +23,52 @@ class TokenBuffer:
 
     tokens: jax.Array  # int32 [B, capacity]
     count: jax.Array  # int32 [B]
+    exit_loops: jax.Array | None  # int32 [B, capacity]; None where every loop is run
 
-    def append(self, tokens: jax.Array, count: jax.Array) -> TokenBuffer:
-        """Adds the first `count` int32 [B] of each request's `tokens` int32 [B, n]."""
+    def append(
+        self, tokens: jax.Array, count: jax.Array, exit_loops: jax.Array | None
+    ) -> TokenBuffer:
+        """Adds the first `count` int32 [B] of each request's `tokens` int32 [B, n].
+
+        `exit_loops` are of the same shape as the tokens.
+        """
         batch, rows = tokens.shape
         offsets = jnp.arange(rows, dtype=jnp.int32)[None]
         # Past the end is dropped, which is where tokens that do not count go.
         place = self.count[:, None] + offsets
         place = jnp.where(offsets < count[:, None], place, self.tokens.shape[1])
         index = (jnp.arange(batch, dtype=jnp.int32)[:, None], place)
+        loops = self.exit_loops
+        if loops is not None and exit_loops is not None:
+            loops = loops.at[index].set(exit_loops, mode="drop")
         return TokenBuffer(
             tokens=self.tokens.at[index].set(tokens, mode="drop"),
             count=self.count + count,
+            exit_loops=loops,
         )
+
+    def lists(self, requests: int, loops: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and exit loops of the first so many requests; of a buffer on the host.
+
+        Args:
+          loops: of the model: what a token is taken from where none leaves early.
+        """
+        counts = self.count[:requests].tolist()
+        tokens = [self.tokens[i, :n].tolist() for i, n in enumerate(counts)]
+        if self.exit_loops is None:
+            return tokens, [[loops] * n for n in counts]
+        return tokens, [self.exit_loops[i, :n].tolist() for i, n in enumerate(counts)]
+
+
+def empty_buffer(state: DecodeState, capacity: int) -> TokenBuffer:
+    """Room for so many tokens of each of the state's requests."""
+    batch = state.token.shape[0]
+    zeros = jnp.zeros((batch, capacity), jnp.int32)
+    return TokenBuffer(
+        tokens=zeros,
+        count=jnp.zeros((batch,), jnp.int32),
+        exit_loops=jnp.zeros_like(zeros) if state.spec.early_exit else None,
+    )
 
 
 @functools.partial(jax.jit, donate_argnames=("state", "buffer", "retire"))
@@ -66,7 +99,7 @@ def decode_tokens(
         counters = add_counters(counters, output.counters)
         return (
             state,
-            buffer.append(output.tokens, output.count),
+            buffer.append(output.tokens, output.count, output.exit_loops),
             output.lease,
             counters,
             done + 1,

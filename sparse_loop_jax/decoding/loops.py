@@ -6,15 +6,17 @@ verification differ only in their rows and in the range of depths.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from sparse_loop_jax.cache import PagedKVCache
 from sparse_loop_jax.decoding.config import DecodeSpec
-from sparse_loop_jax.decoding.exits import ExitReadout
+from sparse_loop_jax.decoding.exits import ExitReadout, fill_skipped_loops
 from sparse_loop_jax.decoding.references import SparseRows
 from sparse_loop_jax.kernels.paged_attention import paged_attention
 from sparse_loop_jax.kernels.project_qkv import project_qkv
@@ -74,18 +76,79 @@ def run_loops(
       The state after the last of the loops (final norm applied), the cache, the sparse rows
       with what these loops captured and counted, and the exit readout with them counted.
     """
+    one_loop = _one_loop(params, spec, hidden, rows, products)
+    carry = _Carry(hidden, cache, sparse, readout)
+    # A loop over depths of one kind, not a copy of the layers for each: a fraction of the
+    # program to compile, and the page table makes the depths differ by an index only.
+    with _noting_implementations(spec, hidden):
+        for mode, run in _runs(spec, depths, sparse is not None):
+            body = functools.partial(one_loop, mode=mode, live=rows.live)
+            if len(run) == 1:
+                carry = body(jnp.int32(run.start), carry)
+            else:
+                carry = jax.lax.fori_loop(run.start, run.stop, body, carry)
+    return carry
+
+
+def run_until_left(
+    params: OuroParams,
+    spec: DecodeSpec,
+    hidden: jax.Array,
+    rows: Rows,
+    cache: PagedKVCache,
+    readout: ExitReadout,
+) -> tuple[PagedKVCache, ExitReadout, jax.Array]:
+    """Runs rows `hidden [B, 1, hidden]` from loop 0 until each has left, dense.
+
+    A row that has left is dead in later loops, and the K/V of the loops it skips is a copy
+    of that of its last one: what it computes does not depend on who is beside it. A loop
+    that every row skips is not run.
+
+    Args:
+      readout: of no loop.
+
+    Returns:
+      The cache, the readout with the state and depth of each row's last loop, and how many
+      loops were run, int32 [].
+    """
+    one_loop = _one_loop(params, spec, hidden, rows, None)
+
+    def going(carry):
+        depth, done = carry
+        return (depth < spec.config.total_ut_steps) & ~done.readout.left.all()
+
+    def body(carry):
+        depth, done = carry
+        live = rows.live & ~done.readout.left
+        return depth + 1, one_loop(depth, done, mode=DENSE, live=live)
+
+    with _noting_implementations(spec, hidden):
+        depth, done = jax.lax.while_loop(
+            going, body, (jnp.int32(0), _Carry(hidden, cache, None, readout))
+        )
+    assert done.readout is not None
+    cache = fill_skipped_loops(done.cache, rows.positions, rows.live, done.readout.loop)
+    return cache, done.readout, depth
+
+
+def _one_loop(params: OuroParams, spec: DecodeSpec, hidden, rows: Rows, products: str | None):
+    """A function that runs all layers once: `(depth, carry, mode, live) -> carry`.
+
+    `live` bool `[B, n]` are the rows that write and attend in this loop.
+    """
     angles = rope_angles(rows.positions, spec.config, hidden.dtype)
     if products is None and spec.implementation == "xla":
         products = "xla"
 
-    def one_loop(depth, carry: _Carry, mode: str) -> _Carry:
+    def one_loop(depth, carry: _Carry, *, mode: str, live: jax.Array) -> _Carry:
         hidden, sparse = carry.hidden, carry.sparse
+        lengths = Rows(rows.positions, live).lengths
         table = jax.lax.dynamic_index_in_dim(
             carry.cache.page_table, depth, axis=1, keepdims=False
         )
         keys, values = list(carry.cache.keys), list(carry.cache.values)
         if sparse is not None:
-            sparse = sparse.count_keys(mode, rows.lengths)
+            sparse = sparse.count_keys(mode, lengths)
 
         def mix(layer, p):
             def attend(normed):
@@ -98,16 +161,16 @@ def run_loops(
                     values[layer],
                     table,
                     rows.positions,
-                    rows.live,
+                    live,
                     implementation=products,
                 )
                 paged = (keys[layer], values[layer], table)
                 if mode == DENSE or sparse is None:
                     out = paged_attention(
-                        q, *paged, rows.lengths, implementation=spec.implementation
+                        q, *paged, lengths, implementation=spec.implementation
                     )
                 else:
-                    out, sparse = sparse.attend(spec, mode, layer, q, paged, rows.lengths)
+                    out, sparse = sparse.attend(spec, mode, layer, q, paged, lengths)
                 return out.reshape(*normed.shape[:-1], -1)
 
             return attend
@@ -119,23 +182,20 @@ def run_loops(
         cache = dataclasses.replace(carry.cache, keys=tuple(keys), values=tuple(values))
         return _Carry(hidden, cache, sparse, readout)
 
-    carry = _Carry(hidden, cache, sparse, readout)
-    # A loop over depths of one kind, not a copy of the layers for each: a fraction of the
-    # program to compile, and the page table makes the depths differ by an index only.
-    with recording() as served:
-        for mode, run in _runs(spec, depths, sparse is not None):
-            body = functools.partial(one_loop, mode=mode)
-            if len(run) == 1:
-                carry = body(jnp.int32(run.start), carry)
-            else:
-                carry = jax.lax.fori_loop(run.start, run.stop, body, carry)
-    if hidden.shape[1] <= spec.rows:  # a round's rows, not a prompt's
-        _served.setdefault(spec, {}).update(served)
-    return carry
+    return one_loop
 
 
 # What served the ops of each spec's rounds; filled when a program is traced.
 _served: dict[DecodeSpec, dict[str, str]] = {}
+
+
+@contextlib.contextmanager
+def _noting_implementations(spec: DecodeSpec, hidden: jax.Array) -> Iterator[None]:
+    """Remembers what serves the ops called meanwhile."""
+    with recording() as served:
+        yield
+    if hidden.shape[1] <= spec.rows:  # a round's rows, not a prompt's
+        _served.setdefault(spec, {}).update(served)
 
 
 def implementations(spec: DecodeSpec) -> dict[str, str]:

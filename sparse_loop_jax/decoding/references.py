@@ -219,7 +219,8 @@ def no_counters(state: DecodeState) -> RoundCounters:
             mass_min=jnp.ones((layers,), jnp.float32),
             mass_rows=zero,
         )
-    return RoundCounters(zero, drafted, drafted, zero, zero, sparse)
+    skipped = zero if state.spec.early_exit else None
+    return RoundCounters(zero, drafted, drafted, zero, zero, sparse, skipped)
 
 
 def add_counters(a: RoundCounters, b: RoundCounters) -> RoundCounters:

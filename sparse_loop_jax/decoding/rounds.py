@@ -26,6 +26,7 @@ class Round:
 
     tokens: np.ndarray  # int32 [B, n]
     count: np.ndarray  # int32 [B]; the first so many were emitted
+    exit_loops: np.ndarray | None  # int32 [B, n]; see `RoundOutput`
     counters: RoundCounters
 
 
@@ -122,7 +123,7 @@ class RoundDriver:
             self._state, output = self._step(self._params, state, retire)
             # Begun, not waited for: allowed also where a guard forbids reads.
             with jax.transfer_guard_device_to_host("allow"):
-                for array in jax.tree.leaves((output.tokens, output.count, output.counters)):
+                for array in jax.tree.leaves(_read(output)):
                     array.copy_to_host_async()
         except BaseException:
             self.close()
@@ -140,15 +141,13 @@ class RoundDriver:
             raise RuntimeError("no round is outstanding: submit one first")
         output = self._outputs.popleft()
         try:
-            tokens, count, counters = jax.device_get(
-                (output.tokens, output.count, output.counters)
-            )
-            reference_store.check(round=counters.refused)
+            done = Round(*jax.device_get(_read(output)))
+            reference_store.check(round=done.counters.refused)
         except BaseException:
             self.close()
             raise
         self._retired.append(output.lease)
-        return Round(tokens, count, counters)
+        return done
 
     def retire(self) -> None:
         """Frees the slots of the collected rounds now, and not with the next submission.
@@ -179,3 +178,8 @@ class RoundDriver:
         self._state = None
         self._outputs.clear()
         self._retired.clear()
+
+
+def _read(output: RoundOutput) -> tuple:
+    """What the host reads of a round: the fields of `Round`."""
+    return output.tokens, output.count, output.exit_loops, output.counters

@@ -22,6 +22,8 @@ class RequestParams:
     top_k: jax.Array  # int32 [B]; the vocabulary's size keeps all
     top_p: jax.Array  # float32 [B]; 1 keeps all
     exit_threshold: jax.Array  # float32 [B]; 1 never leaves early
+    min_loops: jax.Array  # int32 [B]; at least so many loops
+    max_loops: jax.Array  # int32 [B]; at most so many, whatever the threshold
     stop_ids: jax.Array  # int32 [B, S], padded with -1, which is no token
     key: jax.Array  # PRNG key [B]
 
@@ -60,6 +62,18 @@ class RoundCounters:
     emitted: jax.Array  # int32 []
     refused: jax.Array  # int32 []; requests that emitted nothing for a refused reference
     sparse: SparseCounters | None
+    # int32 []; loops that every row had left before. None where rounds run every loop.
+    loops_skipped: jax.Array | None = None
+
+    def loops(self, spec: DecodeSpec) -> tuple[int, int]:
+        """Loops run and skipped, of counters on the host; both 0 with speculation.
+
+        There, loops of drafts and of verifications are passes over different rows.
+        """
+        if spec.speculative is not None:
+            return 0, 0
+        skipped = 0 if self.loops_skipped is None else int(self.loops_skipped)
+        return int(self.rounds) * spec.config.total_ut_steps - skipped, skipped
 
 
 @jax.tree_util.register_dataclass
@@ -86,6 +100,8 @@ class RoundOutput:
     logits: jax.Array  # float32 [B, n, vocab]; row j's choose token j
     lease: ReferenceLease  # of the round's references; retire it when done
     counters: RoundCounters
+    # int32 [B, n]; loops whose state chose the token, 1-based. None: all of them.
+    exit_loops: jax.Array | None = None
 
 
 def emit(

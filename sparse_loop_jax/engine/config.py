@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from sparse_loop_jax.generation.options import (
+    check_exit,
     check_page_size,
     check_sampling,
     is_int,
@@ -25,8 +26,10 @@ class SamplingParams:
       seed: of the draws, which are those of `generate` with this prompt and seed.
       stop_token_ids: tokens that end the request, besides the checkpoint's own.
       ignore_eos: leave the checkpoint's stop tokens out.
-      exit_threshold: cumulative exit probability at which the readout takes an earlier loop;
-        None: the checkpoint's; 1.0 never. All loops are run.
+      exit_threshold: summed exit probability at which a token leaves the loops; None: the
+        checkpoint's; 1.0 never. Leaving early needs plain, dense decoding.
+      min_loops: the gate decides from this loop on, counted from 1.
+      max_loops: a token leaves after so many loops whatever the gate says; None: all.
 
     Raises:
       ValueError: a value is out of range.
@@ -40,10 +43,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     exit_threshold: float | None = None
+    min_loops: int = 1
+    max_loops: int | None = None
 
     def __post_init__(self):
         _require_integer("max_tokens", self.max_tokens, 1)
-        check_sampling(self.temperature, self.top_k, self.top_p, self.seed, self.exit_threshold)
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        check_exit(self.exit_threshold, self.min_loops, self.max_loops)
         stops = self.stop_token_ids
         if not isinstance(stops, tuple | list) or not all(is_int(t) and t >= 0 for t in stops):
             raise ValueError(f"stop_token_ids must be a tuple of token ids, got {stops!r}")

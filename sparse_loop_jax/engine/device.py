@@ -19,6 +19,7 @@ from sparse_loop_jax.decoding import adaptive, steps
 from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.decoding.sampling import request_key
 from sparse_loop_jax.decoding.state import DecodeState, RequestParams
+from sparse_loop_jax.generation.prompts import Emitted
 from sparse_loop_jax.models.params import OuroParams
 from sparse_loop_jax.sparse import store as reference_store
 
@@ -50,6 +51,8 @@ class RowData:
     top_k: np.ndarray  # int32 [P]
     top_p: np.ndarray  # float32 [P]
     exit_threshold: np.ndarray  # float32 [P]
+    min_loops: np.ndarray  # int32 [P]
+    max_loops: np.ndarray  # int32 [P]
     stop_ids: np.ndarray  # int32 [P, S]
     seed: np.ndarray  # uint32 [P, 2], low word first
 
@@ -67,6 +70,8 @@ def empty_rows(count: int, sizes: Sizes) -> RowData:
         top_k=np.ones(count, np.int32),
         top_p=np.ones(count, np.float32),
         exit_threshold=np.ones(count, np.float32),
+        min_loops=np.ones(count, np.int32),
+        max_loops=np.ones(count, np.int32),
         stop_ids=np.full((count, sizes.stop_ids), -1, np.int32),
         seed=np.zeros((count, 2), np.uint32),
     )
@@ -144,7 +149,7 @@ def prefill_rows(
     *,
     sampled: bool,
     early_exit: bool,
-) -> tuple[DecodeState, tuple[jax.Array, jax.Array]]:
+) -> tuple[DecodeState, Emitted]:
     """Runs a chunk of P prompts; a row whose prompt ends becomes live in the state.
 
     Args:
@@ -155,7 +160,7 @@ def prefill_rows(
       sampled, early_exit: what the compiled readout has to be capable of.
 
     Returns:
-      The state, and the emitted tokens int32 `[P, 1]` and counts int32 [P].
+      The state, and what the P prompts emitted.
     """
     # The program does not depend on what decodes later: one for all specs.
     plain = _plain(state, sampled=sampled, early_exit=early_exit)
@@ -168,7 +173,7 @@ def _prefill_rows(params, state: DecodeState, rows: RowData, tokens, valid, ends
     few = _few(state, rows)
     few, output = steps.prefill(params, few, tokens, valid, ends)
     target = jnp.where(ends, rows.row, state.token.shape[0])  # past the end: dropped
-    return _install(state, few, target), (output.tokens, output.count)
+    return _install(state, few, target), (output.tokens, output.count, output.exit_loops)
 
 
 def edit_rows(
@@ -302,6 +307,8 @@ def _request_params(rows: RowData) -> RequestParams:
         top_k=jnp.asarray(rows.top_k),
         top_p=jnp.asarray(rows.top_p),
         exit_threshold=jnp.asarray(rows.exit_threshold),
+        min_loops=jnp.asarray(rows.min_loops),
+        max_loops=jnp.asarray(rows.max_loops),
         stop_ids=jnp.asarray(rows.stop_ids),
         key=jax.vmap(request_key)(jnp.asarray(rows.seed), first),
     )

@@ -20,6 +20,7 @@ from sparse_loop_jax.decoding.state import DecodeState, RoundCounters
 from sparse_loop_jax.engine import device
 from sparse_loop_jax.engine.request import Request, SwappedPages
 from sparse_loop_jax.engine.sizing import Sizing
+from sparse_loop_jax.generation.prompts import Emitted
 from sparse_loop_jax.models.params import OuroParams
 
 # Blocks that are copied to or from the host at once: bounds what the copy takes.
@@ -31,14 +32,14 @@ class Ticket:
     """An output on the device and whose it is."""
 
     places: list[tuple[int, Request]]  # row of the output, request
-    prompt: tuple[jax.Array, jax.Array] | None  # tokens and counts; None: the driver's oldest
+    prompt: Emitted | None  # None: the driver's oldest
 
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
     """A ticket's output on the host."""
 
-    emitted: list[tuple[Request, list[int]]]
+    emitted: list[tuple[Request, list[int], list[int]]]  # tokens, and the loops they left
     counters: RoundCounters | None  # of a round
 
 
@@ -50,7 +51,7 @@ class Executor:
     ):
         self.sizing = sizing
         self._params: OuroParams | None = params
-        self._spec = spec
+        self.spec = spec
         self._dtype = dtype
         self._max_outstanding = max_outstanding
         self.sizes = sizing.sizes_at(1)
@@ -65,7 +66,7 @@ class Executor:
             return
         assert self._params is not None
         counts = self.sizing.key_counts(self.sizes)
-        state = device.new_state(self._spec, self.sizes, self._dtype, counts)
+        state = device.new_state(self.spec, self.sizes, self._dtype, counts)
         self._driver = RoundDriver(self._params, state, max_outstanding=self._max_outstanding)
 
     def drop(self) -> None:
@@ -131,7 +132,7 @@ class Executor:
                 request.pending += 1
                 places.append((i, request))
         if places:
-            for array in emitted:
+            for array in jax.tree.leaves(emitted):
                 array.copy_to_host_async()
             self.tickets.append(Ticket(places, emitted))
 
@@ -155,15 +156,21 @@ class Executor:
         counters = None
         if ticket.prompt is None:
             done = self.driver.collect()
-            tokens, count, counters = done.tokens, done.count, done.counters
+            tokens, count, exit_loops = done.tokens, done.count, done.exit_loops
+            counters = done.counters
         else:
-            tokens, count = jax.device_get(ticket.prompt)
+            tokens, count, exit_loops = jax.device_get(ticket.prompt)
+        if exit_loops is None:
+            exit_loops = np.full_like(tokens, self.sizing.loops)
         self.tickets.popleft()
         emitted = []
         for place, request in ticket.places:
             request.pending -= 1
             request.pending_rounds -= ticket.prompt is None
-            emitted.append((request, tokens[place, : count[place]].tolist()))
+            n = count[place]
+            emitted.append(
+                (request, tokens[place, :n].tolist(), exit_loops[place, :n].tolist())
+            )
         return Collected(emitted, counters)
 
     def settle(self) -> None:
@@ -181,7 +188,7 @@ class Executor:
         ]
         kill = np.zeros(self.sizes.rows, bool)
         kill[list(killed)] = True
-        size = self.sizes.rows * (1 + -(-self._spec.rows // self.sizes.page_size))
+        size = self.sizes.rows * (1 + -(-self.spec.rows // self.sizes.page_size))
         for first in range(0, max(len(entries), 1 if len(killed) else 0), size):
             row = np.full(size, self.sizes.rows, np.int32)
             place = np.zeros(size, np.int32)
@@ -267,7 +274,7 @@ class Executor:
         self, data: device.RowData, i: int, request: Request, *, position: int, token: int
     ) -> None:
         params = request.params
-        vocab = self._spec.config.vocab_size
+        vocab = self.spec.config.vocab_size
         data.row[i] = _row(request)
         data.blocks[i, : len(request.blocks)] = request.blocks
         data.position[i] = position
@@ -276,7 +283,9 @@ class Executor:
         data.temperature[i] = params.temperature
         data.top_k[i] = vocab if params.top_k is None else min(params.top_k, vocab)
         data.top_p[i] = params.top_p
-        data.exit_threshold[i] = request.exit_threshold
+        data.exit_threshold[i] = request.exit_rule.threshold
+        data.min_loops[i] = request.exit_rule.min_loops
+        data.max_loops[i] = request.exit_rule.max_loops
         data.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
         data.seed[i] = seed_words(params.seed)
 
@@ -294,5 +303,5 @@ def _readout(requests: Sequence[Request]) -> tuple[bool, bool]:
     """What a program for these has to be capable of: sampling, leaving early."""
     return (
         any(r.params.sampled for r in requests),
-        any(r.exit_threshold < 1.0 for r in requests),
+        any(r.exit_rule.leaves_early for r in requests),
     )

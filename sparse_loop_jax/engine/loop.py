@@ -164,20 +164,20 @@ class ServingLoop:
     def _collect(self) -> bool:
         """Reads the oldest output; whether it was a round's."""
         collected = self.executor.collect()
-        for request, ids in collected.emitted:
+        for request, ids, exit_loops in collected.emitted:
             if request.status is Status.FINISHED:
                 self.metrics.add(
                     discarded_rounds=collected.counters is not None,
                     discarded_tokens=len(ids),
                 )
             elif ids:
-                request.take(ids)
+                request.take(ids, exit_loops)
                 self.metrics.add(generated_tokens=len(ids))
                 self._tell(request)
             self._retire(request)
         if collected.counters is None:
             return False
-        self.metrics.round(collected.counters)
+        self.metrics.round(collected.counters, self.executor.spec)
         return True
 
     def _tell(self, request: Request) -> None:

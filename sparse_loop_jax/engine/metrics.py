@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 from typing import Any
 
+from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.decoding.state import RoundCounters
 from sparse_loop_jax.engine.request import RequestTimes
 
@@ -53,6 +54,8 @@ class Counters:
     prefix_reused_tokens: int = 0
     generated_tokens: int = 0
     rounds: int = 0
+    loops_run: int = 0  # passes over the layers in plain rounds
+    loops_skipped: int = 0  # passes that were left out: every row had left
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     captured_rows: int = 0
@@ -82,9 +85,12 @@ class Metrics:
         for name, amount in amounts.items():
             setattr(self.counters, name, getattr(self.counters, name) + int(amount))
 
-    def round(self, counted: RoundCounters) -> None:
+    def round(self, counted: RoundCounters, spec: DecodeSpec) -> None:
+        loops_run, loops_skipped = counted.loops(spec)
         self.add(
             rounds=counted.rounds,
+            loops_run=loops_run,
+            loops_skipped=loops_skipped,
             drafted_tokens=counted.drafted.sum(),
             accepted_tokens=counted.accepted.sum(),
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparse_loop_jax.engine.config import SamplingParams
 from sparse_loop_jax.engine.text import TextStream
+from sparse_loop_jax.generation.options import ExitRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class RequestOutput:
       prompt_tokens: length of the prompt.
       reused_prompt_tokens: of them, those whose K/V came from the prefix cache.
       times: what has been measured.
+      exit_loops: of each of `token_ids`, the loop that it was read from, counted from 1.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class RequestOutput:
     prompt_tokens: int
     reused_prompt_tokens: int
     times: RequestTimes
+    exit_loops: list[int] = dataclasses.field(default_factory=list)
 
 
 class Status(enum.Enum):
@@ -87,7 +90,7 @@ class Request:
         params: SamplingParams,
         *,
         stop_ids: tuple[int, ...],
-        exit_threshold: float,
+        exit_rule: ExitRule,
         priority: int,
         arrival: int,
         tokenizer: Any,
@@ -96,7 +99,7 @@ class Request:
         self.prompt = prompt  # int32 [tokens]
         self.params = params
         self.stop_ids = stop_ids
-        self.exit_threshold = exit_threshold
+        self.exit_rule = exit_rule
         self.priority = priority
         self.arrival = arrival  # order of arrival
         self.bypasses = 0  # later requests admitted before it
@@ -114,6 +117,7 @@ class Request:
         self.pending_rounds = 0  # of them, rounds
 
         self.tokens: list[int] = []
+        self.exit_loops: list[int] = []
         self._told = 0
         self._text = None if tokenizer is None else TextStream(tokenizer)
         self._arrived = time.perf_counter()
@@ -150,12 +154,13 @@ class Request:
         if self._started is None:
             self._started = time.perf_counter()
 
-    def take(self, ids: list[int]) -> None:
+    def take(self, ids: list[int], exit_loops: list[int]) -> None:
         """New tokens, as the device emitted them: nothing follows a stop token."""
         now = time.perf_counter()
         self._first = now if self._first is None else self._first
         self._last = now
         self.tokens += ids
+        self.exit_loops += exit_loops
         if self._text is not None:
             self._text.add(ids)
         if ids[-1] in self.stop_ids:
@@ -192,4 +197,5 @@ class Request:
             prompt_tokens=len(self.prompt),
             reused_prompt_tokens=self.reused,
             times=self.times,
+            exit_loops=list(self.exit_loops),
         )

@@ -9,7 +9,7 @@ from sparse_loop_jax.engine.config import SamplingParams
 from sparse_loop_jax.engine.request import Request
 from sparse_loop_jax.engine.sizing import Sizing
 from sparse_loop_jax.generation.inputs import make_requests
-from sparse_loop_jax.generation.options import check_depth, is_int
+from sparse_loop_jax.generation.options import ExitRule, is_int
 from sparse_loop_jax.models.ouro import Ouro
 
 
@@ -60,16 +60,16 @@ def make_request(
             f"the request has {len(stop_ids)} stop tokens and the engine takes "
             f"{sizing.max_stop_ids}: raise max_stop_ids of the SchedulerConfig"
         )
-    threshold = params.exit_threshold
-    if threshold is None:
-        threshold = model.config.early_exit_threshold
-    check_depth(spec, threshold)
+    exit_rule = ExitRule.resolve(
+        model.config, params.exit_threshold, params.min_loops, params.max_loops
+    )
+    exit_rule.check_depth(sparse=spec.sparse, speculative=spec.speculative)
     return Request(
         request_id,
         ids,
         params,
         stop_ids=stop_ids,
-        exit_threshold=float(threshold),
+        exit_rule=exit_rule,
         priority=int(priority),
         arrival=arrival,
         tokenizer=model.tokenizer,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sparse_loop_jax.decoding import references
 from sparse_loop_jax.decoding.config import SpeculativeConfig
-from sparse_loop_jax.decoding.device_loop import TokenBuffer, decode_tokens
+from sparse_loop_jax.decoding.device_loop import TokenBuffer, decode_tokens, empty_buffer
 from sparse_loop_jax.decoding.loops import implementations
 from sparse_loop_jax.generation.compilation import Compilations, count_compilations
 from sparse_loop_jax.generation.memory import peak_bytes
@@ -40,6 +40,8 @@ def generate(
     seed: int = 0,
     eos_token_id: int | Sequence[int] | None = None,
     exit_threshold: float | None = None,
+    min_loops: int = 1,
+    max_loops: int | None = None,
     page_size: int = 16,
     implementation: str | None = None,
     progress: bool | None = None,
@@ -65,8 +67,11 @@ def generate(
       seed: of the draws. A prompt draws the same whatever else is in the batch; equal
         prompts in one call draw differently, the first as it would alone.
       eos_token_id: stop token or tokens; None: the checkpoint's; [] never stops.
-      exit_threshold: cumulative exit probability at which the readout takes an earlier
-        loop, as published; None: the checkpoint's; 1.0 never. All loops are run.
+      exit_threshold: summed exit probability at which a token leaves the loops; None: the
+        checkpoint's; 1.0 never. Later loops find its K/V of the last one it ran. Prompts run
+        every loop; the first token is read from the loop at which the last of them leaves.
+      min_loops: the gate decides from this loop on, counted from 1.
+      max_loops: a token leaves after so many loops whatever the gate says; None: all.
       page_size: tokens in a page of the cache, a power of two.
       implementation: of the attention ops, "xla" or "pallas": that one runs or the call
         fails. None chooses by platform. "xla" takes XLA's matrix products as well, which
@@ -91,6 +96,8 @@ def generate(
         seed=seed,
         eos_token_id=eos_token_id,
         exit_threshold=exit_threshold,
+        min_loops=min_loops,
+        max_loops=max_loops,
         page_size=page_size,
         implementation=implementation,
     )
@@ -106,14 +113,11 @@ def generate(
         state = initial_state(plan, outstanding_rounds=1)
         kv_bytes = state.cache.nbytes
         store_bytes = 0 if state.store is None else state.store.nbytes
-        buffer = TokenBuffer(
-            tokens=jnp.zeros((sizes.batch, sizes.max_new_tokens), jnp.int32),
-            count=jnp.zeros((sizes.batch,), jnp.int32),
-        )
+        buffer = empty_buffer(state, sizes.max_new_tokens)
         clock = _Clock(compiled)
         state, firsts = run_prompts(params, state, requests, bar.prefilled)
-        for tokens, count in firsts:
-            buffer = _append(buffer, tokens, count)
+        for emitted in firsts:
+            buffer = _append(buffer, *emitted)
         jax.block_until_ready(buffer)
         prefill_seconds = clock.lap()
         counters = references.no_counters(state)
@@ -128,21 +132,21 @@ def generate(
                 bar.generated(int(buffer.count.sum()))
                 if not bool(state.live.any()):
                     break
-        tokens, counts, stopped, counters = jax.device_get(
-            (buffer.tokens, buffer.count, state.stopped, counters)
-        )
+        emitted, stopped, counters = jax.device_get((buffer, state.stopped, counters))
         decode_seconds = clock.lap()
     reference_store.check(rounds=counters.refused)
 
-    ids = [tokens[i, : counts[i]].tolist() for i in range(len(requests))]
-    generated = int(counts.sum())
+    ids, exit_loops = emitted.lists(len(requests), model.config.total_ut_steps)
+    generated = sum(map(len, ids))
     decoded = generated - len(requests)  # each first token comes from the prefill
     return GenerateOutput(
         token_ids=ids,
         texts=None if model.tokenizer is None else [model.tokenizer.decode(i) for i in ids],
         finish_reasons=["stop" if stopped[i] else "length" for i in range(len(requests))],
+        exit_loops=exit_loops,
         stats=GenerateStats.from_counters(
             counters,
+            plan.spec,
             prompt_tokens=prompt_tokens,
             generated_tokens=generated,
             prefill_seconds=prefill_seconds,
@@ -158,9 +162,7 @@ def generate(
     )
 
 
-@jax.jit
-def _append(buffer: TokenBuffer, tokens: jax.Array, count: jax.Array) -> TokenBuffer:
-    return buffer.append(tokens, count)
+_append = jax.jit(TokenBuffer.append)
 
 
 _add = jax.jit(references.add_counters)

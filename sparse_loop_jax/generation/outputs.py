@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.decoding.state import RoundCounters
 
 
@@ -24,6 +25,9 @@ class GenerateStats:
       drafted, accepted: drafted tokens offered, and those that were emitted.
       acceptance_by_position: accepted / drafted at each place of a round; None where
         nothing was drafted.
+      loops_run, loops_skipped: passes over the layers in plain rounds, and those left out
+        because every row had left; together the model's loops times the rounds. With
+        speculation both are 0.
       captured_rows, consumed_rows: (row, layer, loop) that captured or consumed references.
       keys_read, keys_dense: keys a head attended to, over decoded rows and all loops, and
         what dense attention would have read.
@@ -46,6 +50,8 @@ class GenerateStats:
     drafted: int
     accepted: int
     acceptance_by_position: list[float | None]
+    loops_run: int
+    loops_skipped: int
     captured_rows: int
     consumed_rows: int
     keys_read: float
@@ -54,8 +60,11 @@ class GenerateStats:
     retained_mass_min: list[float]
 
     @classmethod
-    def from_counters(cls, counters: RoundCounters, **measured: Any) -> GenerateStats:
+    def from_counters(
+        cls, counters: RoundCounters, spec: DecodeSpec, **measured: Any
+    ) -> GenerateStats:
         """The stats of rounds counted on the device (`counters` read to the host)."""
+        loops_run, loops_skipped = counters.loops(spec)
         drafted, accepted = counters.drafted.tolist(), counters.accepted.tolist()
         sparse = counters.sparse
         mean, least = [], []
@@ -68,6 +77,8 @@ class GenerateStats:
             acceptance_by_position=[
                 a / d if d else None for a, d in zip(accepted, drafted, strict=True)
             ],
+            loops_run=loops_run,
+            loops_skipped=loops_skipped,
             captured_rows=0 if sparse is None else int(sparse.captured),
             consumed_rows=0 if sparse is None else int(sparse.consumed),
             keys_read=0.0 if sparse is None else float(sparse.keys_read),
@@ -85,4 +96,6 @@ class GenerateOutput:
     token_ids: list[list[int]]  # without the prompt; a stop token is kept
     texts: list[str] | None  # special tokens left out; None without a tokenizer
     finish_reasons: list[str]  # "stop" or "length"
+    # Of each token: the loop that it was read from, counted from 1.
+    exit_loops: list[list[int]]
     stats: GenerateStats

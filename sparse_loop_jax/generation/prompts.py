@@ -14,13 +14,16 @@ from sparse_loop_jax.generation.buckets import chunk_length
 from sparse_loop_jax.generation.inputs import Request
 from sparse_loop_jax.models.params import OuroParams
 
+# Tokens int32 [B, 1], counts int32 [B], and the exit loops as in `RoundOutput`.
+Emitted = tuple[jax.Array, jax.Array, jax.Array | None]
+
 
 def run_prompts(
     params: OuroParams,
     state: DecodeState,
     requests: Sequence[Request],
     on_chunk: Callable[[int], None] = lambda tokens: None,
-) -> tuple[DecodeState, list[tuple[jax.Array, jax.Array]]]:
+) -> tuple[DecodeState, list[Emitted]]:
     """Prefills every prompt; each emits its first token with its last chunk.
 
     Args:
@@ -28,8 +31,7 @@ def run_prompts(
       on_chunk: told how many prompt tokens have been submitted, after each chunk.
 
     Returns:
-      The state, and for each chunk what it emitted: tokens int32 `[B, 1]`, counts int32 [B],
-      on the device.
+      The state, and for each chunk what it emitted, on the device.
     """
     batch = state.token.shape[0]
     lengths = np.zeros(batch, np.int64)
@@ -46,7 +48,7 @@ def run_prompts(
         state, output = prefill(
             params, state, jnp.asarray(tokens), jnp.asarray(valid, jnp.int32), jnp.asarray(ends)
         )
-        emitted.append((output.tokens, output.count))
+        emitted.append((output.tokens, output.count, output.exit_loops))
         done += valid
         on_chunk(int(valid.sum()))
     return state, emitted

@@ -121,7 +121,7 @@ def _request_params(plan: Plan) -> RequestParams:
     for row, request in enumerate(plan.requests):
         stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         occurrence[row] = request.occurrence
-    vocab = config.vocab_size
+    vocab, exit_rule = config.vocab_size, options.exit_rule_for(config)
 
     def each(value, dtype):
         return jnp.asarray(np.full(sizes.batch, value, dtype))
@@ -130,7 +130,9 @@ def _request_params(plan: Plan) -> RequestParams:
         temperature=each(options.temperature, np.float32),
         top_k=each(vocab if options.top_k is None else min(options.top_k, vocab), np.int32),
         top_p=each(options.top_p, np.float32),
-        exit_threshold=each(options.threshold_for(config), np.float32),
+        exit_threshold=each(exit_rule.threshold, np.float32),
+        min_loops=each(exit_rule.min_loops, np.int32),
+        max_loops=each(exit_rule.max_loops, np.int32),
         stop_ids=jnp.asarray(stop_ids),
         key=_request_keys(np.asarray(seed_words(options.seed), np.uint32), occurrence),
     )

@@ -42,6 +42,6 @@ def start(
     state = initial_state(plan, outstanding_rounds)
     state, emitted = run_prompts(params, state, plan.requests)
     first = np.zeros(plan.sizes.batch, np.int32)
-    for tokens, count in jax.device_get(emitted):
+    for tokens, count, _ in jax.device_get(emitted):
         first += np.where(count > 0, tokens[:, 0], 0)
     return params, state, first

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Generator, Sequence
 
 import jax
+import numpy as np
 
 from sparse_loop_jax.decoding.config import SpeculativeConfig
 from sparse_loop_jax.decoding.rounds import RoundDriver
@@ -28,6 +29,7 @@ class StreamChunk:
         over several tokens comes whole, with the last of them.
       finished: this is the request's last chunk.
       finish_reason: "stop" or "length" when finished, else None.
+      exit_loops: of each new token, the loop that it was read from, counted from 1.
     """
 
     index: int
@@ -35,6 +37,7 @@ class StreamChunk:
     text: str | None
     finished: bool
     finish_reason: str | None
+    exit_loops: list[int]
 
 
 def stream(
@@ -50,6 +53,8 @@ def stream(
     seed: int = 0,
     eos_token_id: int | Sequence[int] | None = None,
     exit_threshold: float | None = None,
+    min_loops: int = 1,
+    max_loops: int | None = None,
     page_size: int = 16,
     implementation: str | None = None,
 ) -> Generator[StreamChunk, None, None]:
@@ -72,6 +77,8 @@ def stream(
         seed=seed,
         eos_token_id=eos_token_id,
         exit_threshold=exit_threshold,
+        min_loops=min_loops,
+        max_loops=max_loops,
         page_size=page_size,
         implementation=implementation,
     )
@@ -95,15 +102,18 @@ def _chunks(plan: Plan) -> Generator[StreamChunk, None, None]:
                 driver.submit()
                 promised += 1
             if firsts:
-                tokens, count = jax.device_get(firsts.pop(0))
+                tokens, count, exit_loops = jax.device_get(firsts.pop(0))
             elif driver.outstanding:
                 done = driver.collect()
-                tokens, count = done.tokens, done.count
+                tokens, count, exit_loops = done.tokens, done.count, done.exit_loops
             else:
                 return
+            if exit_loops is None:
+                exit_loops = np.full_like(tokens, plan.spec.config.total_ut_steps)
             for reader in readers:
-                if count[reader.index] and reader.remaining:
-                    yield reader.take(tokens[reader.index, : count[reader.index]].tolist())
+                if (n := count[reader.index]) and reader.remaining:
+                    i = reader.index
+                    yield reader.take(tokens[i, :n].tolist(), exit_loops[i, :n].tolist())
 
 
 class _Reader:
@@ -117,7 +127,7 @@ class _Reader:
         self._ids: list[int] = []
         self._text = ""
 
-    def take(self, ids: list[int]) -> StreamChunk:
+    def take(self, ids: list[int], exit_loops: list[int]) -> StreamChunk:
         """The chunk of `ids`, which the device emitted: nothing follows a stop token."""
         stopped = ids[-1] in self._stop_ids
         self.remaining = 0 if stopped else self.remaining - len(ids)
@@ -128,6 +138,7 @@ class _Reader:
             text=self._added_text(ids, finished),
             finished=finished,
             finish_reason=("stop" if stopped else "length") if finished else None,
+            exit_loops=exit_loops,
         )
 
     def _added_text(self, ids: list[int], finished: bool) -> str | None:
