@@ -135,8 +135,8 @@ def measure(
     """All tables of a model; `count` questions of each kind, length and number of steps."""
     recalled = [(n, q) for n in lengths for q in draw_recall(corpus, n, count, seed=SEED)]
     hopped = [(n, q) for n in lengths for q in draw_hops(corpus, n, count, seed=SEED)]
-    recall = measure_questions(model, [q for _, q in recalled])
-    hops = measure_questions(model, [q for _, q in hopped])
+    results = measure_questions(model, [q for _, q in recalled + hopped])
+    recall, hops = results[: len(recalled)], results[len(recalled) :]
     return {
         "parameters": model.config.num_parameters,
         "context": model.config.max_position_embeddings,
