@@ -280,6 +280,8 @@ def test_options_that_do_not_fit_are_refused(corpus, tmp_path):
         train.main(arguments(corpus, tmp_path, "--heads", "3"))
     with pytest.raises(ValueError, match="--batch-tokens 100 is no multiple of 96"):
         train.main(arguments(corpus, tmp_path, "--batch-tokens", "100"))
+    with pytest.raises(ValueError, match="--attention cudnn has no float32"):
+        train.main(arguments(corpus, tmp_path, "--attention", "cudnn"))
 
 
 def test_operations_are_six_a_weight_and_use(small):

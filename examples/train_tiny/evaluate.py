@@ -36,7 +36,8 @@ SEED = 2**31 + 1  # of questions; training uses small seeds
 
 def objective_for(model: Ouro) -> Objective:
     """Arithmetic in the model's own dtype."""
-    return Objective(dtype=str(model.dtype), attention=default_attention(), remat=False)
+    dtype = str(model.dtype)
+    return Objective(dtype=dtype, attention=default_attention(dtype), remat=False)
 
 
 def measure_text(model: Ouro, text: str, *, window: int) -> dict:

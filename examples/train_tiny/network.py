@@ -22,9 +22,10 @@ from sparse_loop_jax.models.ouro import random_params
 Attention = Literal["cudnn", "chunked"]
 
 
-def default_attention() -> Attention:
-    """cuDNN's fused attention on a GPU, the chunked one elsewhere."""
-    return "cudnn" if jax.default_backend() == "gpu" else "chunked"
+def default_attention(dtype: str) -> Attention:
+    """cuDNN's fused attention on a GPU for the dtypes it has, the chunked one elsewhere."""
+    fused = jax.default_backend() == "gpu" and dtype in ("bfloat16", "float16")
+    return "cudnn" if fused else "chunked"
 
 
 def loop_states(

@@ -61,6 +61,8 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
     """
     if args.hidden % args.heads:
         raise ValueError(f"--hidden {args.hidden} is no multiple of --heads {args.heads}")
+    if args.attention == "cudnn" and args.dtype == "float32":
+        raise ValueError("--attention cudnn has no float32: use --attention chunked")
     lengths = args.lengths
     for _, length in lengths:
         if args.batch_tokens % length:
@@ -76,7 +78,7 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
     objective = Objective(
         entropy=args.entropy,
         dtype=args.dtype,
-        attention=args.attention or default_attention(),
+        attention=args.attention or default_attention(args.dtype),
         remat=not args.no_remat,
         rows=args.rows,
     )
