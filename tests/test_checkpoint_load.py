@@ -233,7 +233,7 @@ def test_a_hub_id_is_downloaded_at_its_commit(hub, gold, monkeypatch, tmp_path):
     assert hub.calls == [
         (
             ("ByteDance/Ouro-1.4B",),
-            {"revision": COMMIT, "allow_patterns": ["*.safetensors", "*.json"]},
+            {"revision": COMMIT, "allow_patterns": ["*.safetensors", "*.json", "*.jinja"]},
         )
     ]
 

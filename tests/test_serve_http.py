@@ -95,12 +95,13 @@ class EchoEngine:
         self.news.clear()
 
     def _output(self, request_id, reason):
-        prompt, _, out, text = self.requests[request_id]
+        prompt, params, out, text = self.requests[request_id]
         if reason:
             del self.requests[request_id]
         return RequestOutput(
             request_id, list(out), out[-1:], text and text.text(final=bool(reason)),
             reason is not None, reason, len(prompt), 0, RequestTimes(None, None, None),
+            exit_loops=[params.max_loops or 4] * len(out),
         )  # fmt: skip
 
 
@@ -239,6 +240,16 @@ def test_without_a_tokenizer_there_are_token_ids(serve):
         running.say([5], stop="x")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_come_with_the_loops_they_were_read_from(shared, stream):
+    extra = {"extra_body": {"return_token_ids": True, "min_loops": 2, "max_loops": 3}}
+    answer = shared.say([5, 6, 7], max_tokens=4, stream=stream, **extra)
+    choices = [e.choices[0] for e in (answer if stream else [answer])]
+    assert [i for c in choices for i in c.token_ids] == [5, 6, 7, 5]
+    assert [i for c in choices for i in c.exit_loops] == [3] * 4
+    assert not hasattr(shared.say([5]).choices[0], "token_ids")
+
+
 # What is refused -----------------------------------------------------------------------
 
 
@@ -265,6 +276,7 @@ def test_without_a_tokenizer_there_are_token_ids(serve):
         ({"top_k": 0}, "top_k", "top_k must be an integer >= 1"),
         ({"seed": -1}, "seed", "seed must be an integer in [0, 2^63)"),
         ({"exit_threshold": 2}, "exit_threshold", "exit_threshold must be in [0, 1]"),
+        ({"max_loops": 0}, "max_loops", "max_loops must be"),
         ({"ignore_eos": 1}, "ignore_eos", "ignore_eos must be True or False"),
         ({"stop": ""}, "stop", "stop must have texts of 1 to 256 characters"),
         ({"stop": ["x"] * 17}, "stop", "stop must be a text or a list of at most 16"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_FILES = ["*.safetensors", "*.json", "*.jinja"]  # never Python code or pickles
 
 
 def is_repository(name: str) -> bool:
@@ -15,7 +16,7 @@ def is_repository(name: str) -> bool:
 
 
 def download(repository: str, revision: str | None) -> Path:
-    """Fetches weights and JSON files of one commit into the Hub's cache; never code.
+    """Fetches weights, JSON files and chat templates of one commit into the Hub's cache.
 
     Args:
       repository: `organisation/name`.
@@ -42,7 +43,7 @@ def download(repository: str, revision: str | None) -> Path:
         ) from None
     try:
         directory = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=["*.safetensors", "*.json"]
+            repository, revision=revision, allow_patterns=_FILES
         )
     except (OSError, ValueError) as error:
         raise ValueError(

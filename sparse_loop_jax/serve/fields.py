@@ -37,7 +37,10 @@ NEUTRAL: dict[str, Any] = {
     "tool_choice": "none",
 }
 # Passed on to `SamplingParams`, which checks them.
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "ignore_eos", "exit_threshold")
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "seed", "ignore_eos", "exit_threshold", "min_loops",
+    "max_loops",
+)  # fmt: skip
 _MAX_TEMPERATURE = 2  # OpenAI's; JSON has numbers that no float holds
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 256
@@ -54,7 +57,7 @@ class Asked:
       stop: strings that end the text, and are not part of it.
       priority: see `Engine.add_request`.
       stream, include_usage: how to answer.
-      token_ids: whether the answer has token ids too.
+      token_ids: whether the answer has token ids and their exit loops too.
     """
 
     params: SamplingParams
@@ -186,7 +189,7 @@ def _asked(
             **sampling,
         )
     except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).split()[0]) from None
+        raise ApiError(400, f"{error!s:.500}", param=str(error).split()[0]) from None
     return Asked(
         params=params,
         max_tokens=max_tokens,

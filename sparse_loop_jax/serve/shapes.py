@@ -18,7 +18,7 @@ class Shape:
     Attributes:
       chat: a chat's, or a completion's.
       model: its name.
-      token_ids: whether choices have token ids too.
+      token_ids: whether choices have token ids and exit loops too.
     """
 
     chat: bool
@@ -36,21 +36,20 @@ class Shape:
                 if self.chat
                 else {"text": p.text}
             )
-            choices.append(self._choice(index, content, p.finish_reason, list(p.token_ids)))
+            choices.append(self._choice(index, content, p.finish_reason, p))
         kind = "chat.completion" if self.chat else "text_completion"
         return self._object(kind, choices) | {"usage": usage(progress)}
 
     def opening(self, index: int) -> dict[str, Any]:
         """The first event of a chat's choice."""
         content = {"delta": {"role": "assistant", "content": ""}}
-        return self._event([self._choice(index, content, None, [])])
+        return self._event([self._choice(index, content, None, Progress())])
 
-    def piece(
-        self, index: int, text: str, token_ids: list[int], finish_reason: str | None
-    ) -> dict[str, Any]:
-        """An event with what is new of a choice."""
+    def piece(self, index: int, text: str, since: int, progress: Progress) -> dict[str, Any]:
+        """An event with what is new of a choice: a text, and the tokens from `since` on."""
         content = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        return self._event([self._choice(index, content, finish_reason, token_ids)])
+        reason = progress.finish_reason
+        return self._event([self._choice(index, content, reason, progress, since)])
 
     def last(self, progress: list[Progress]) -> dict[str, Any]:
         """The event with the usage, after all choices."""
@@ -61,10 +60,18 @@ class Shape:
         return self._object(kind, choices)
 
     def _choice(
-        self, index: int, content: dict[str, Any], reason: str | None, token_ids: list[int]
+        self,
+        index: int,
+        content: dict[str, Any],
+        reason: str | None,
+        progress: Progress,
+        since: int = 0,
     ) -> dict[str, Any]:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
-        return choice | ({"token_ids": token_ids} if self.token_ids else {})
+        if self.token_ids:
+            choice["token_ids"] = list(progress.token_ids[since:])
+            choice["exit_loops"] = list(progress.exit_loops[since:])
+        return choice
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -104,13 +111,14 @@ class Pieces:
             if self._ended[index]:
                 continue
             text = p.text[self._texts[index] :]
-            tokens = list(p.token_ids[self._tokens[index] :])
+            since = self._tokens[index]
+            new_tokens = self._shape.token_ids and len(p.token_ids) > since
             self._ended[index] = p.finish_reason is not None
-            if not text and not self._ended[index] and not (tokens and self._shape.token_ids):
+            if not (text or new_tokens or self._ended[index]):
                 continue
             self._texts[index] += len(text)
-            self._tokens[index] += len(tokens)
-            events.append(self._shape.piece(index, text, tokens, p.finish_reason))
+            self._tokens[index] = len(p.token_ids)
+            events.append(self._shape.piece(index, text, since, p))
         return events
 
 

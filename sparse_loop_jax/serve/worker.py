@@ -27,6 +27,7 @@ class Progress:
       text: what may be shown, "" without a tokenizer. It never ends in a part of a character
         or in what may become a stop string.
       token_ids: all new tokens so far.
+      exit_loops: of each of them, the loop that it was read from.
       finish_reason: "stop" or "length"; "abort", "error" or "refused", with `error`; None
         until the end.
       prompt_tokens, cached_tokens: length of the prompt, and of it what was not run again.
@@ -35,6 +36,7 @@ class Progress:
 
     text: str = ""
     token_ids: Sequence[int] = ()
+    exit_loops: Sequence[int] = ()
     finish_reason: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -67,6 +69,7 @@ class Job:
         return Progress(
             text,
             output.token_ids,
+            output.exit_loops,
             "stop" if stopped else output.finish_reason,
             output.prompt_tokens,
             output.reused_prompt_tokens,
@@ -249,4 +252,5 @@ def _try(engine: Engine, temperature: float) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """For clients: XLA's messages can be pages; the log has them."""
+    return f"{type(error).__name__}: {error!s:.300}"
