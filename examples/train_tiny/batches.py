@@ -30,7 +30,7 @@ class Mixture:
       per_loop: steps that each loop is asked for in several-hop questions; None: the answer.
     """
 
-    synthetic: float = 0.4
+    synthetic: float = 0.5
     hops: float = 0.5
     recall: float = 0.25
     copying: float = 0.15
@@ -65,7 +65,7 @@ def draw_paper(
             per_loop=mixture.per_loop,
         )
     if task == 1:
-        questions = max(1, min(12, length // 60))
+        questions = max(1, length // 80)
         return recall(rng, lexicon, length, prose=prose, questions=questions)
     if task == 2:
         return copying(rng, lexicon, length, prose=texts)
@@ -106,7 +106,8 @@ def make_batch(
         if rng.random() >= mixture.synthetic:
             ids[row] = texts(rng, length + 1)
             continue
-        size = log_uniform(rng, SHORTEST, length)
+        # Long papers have most of the answers, short ones are learnt from first.
+        size = length if rng.random() < 0.5 else log_uniform(rng, SHORTEST, length)
         paper = draw_paper(
             rng, lexicon, texts, size - 2, loops=loops, hops=hops, mixture=mixture
         )

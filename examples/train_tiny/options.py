@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--warmup", type=int, default=100)
     run.add_argument("--hops-by", type=float, default=0.4)
     run.add_argument("--entropy", type=float, default=0.1)
-    run.add_argument("--synthetic", type=float, default=0.4)
+    run.add_argument("--synthetic", type=float, default=0.5)
     run.add_argument(
         "--hop-targets", choices=["staged", "final"], default="staged",
         help="what shallow loops are asked in several-hop questions: 2 steps a loop, or the "

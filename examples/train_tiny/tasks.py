@@ -28,6 +28,11 @@ def log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
     return int(np.clip(np.exp(rng.uniform(np.log(low), np.log(high + 1))), low, high))
 
 
+def asked_with_prose(length: int) -> int:
+    """Questions of a paper with prose: an eighth of its tokens or so, and a few at least."""
+    return max(4, length // 80)
+
+
 def with_prose(
     paper: Paper,
     records: list[tuple[int, ...]],
@@ -58,7 +63,9 @@ def recall(
     Args:
       length: most tokens.
       prose: fills what the records leave; None: records alone.
-      records: how many; None: as many as fit without prose, else a random number.
+      records: how many; None: as many as fit without prose, else a random number of at least
+        8, if they fit.
+      questions: about different records, as long as there are enough.
 
     Raises:
       ValueError: the length leaves no room for a record and a question.
@@ -72,7 +79,7 @@ def recall(
     names = len(NOUNS) * len(ADJECTIVES)
     most = min(most, names)
     if records is None:
-        records = log_uniform(rng, 1, most) if prose else most
+        records = log_uniform(rng, min(max(8, questions), most), most) if prose else most
     chosen = rng.choice(names, records, replace=False)
     codes = rng.integers(0, 1000, records)
 
@@ -91,7 +98,7 @@ def recall(
     paper.add(head)
     used = len(head) + len(lines) * record + asked
     with_prose(paper, lines, length - used, rng, prose, lexicon)
-    for index in rng.integers(0, records, questions):
+    for index in rng.choice(records, questions, replace=questions > records):
         paper.add(lexicon.ids("What code has the"), name(int(chosen[index])), lexicon.ids("?"))
         blank, *digits = lexicon.digits(int(codes[index]), 3)
         paper.add([blank])
@@ -119,7 +126,7 @@ def several_hops(
       loops: D of the model.
       prose: fills what the records leave; None: questions fill it.
       nodes: pointers; None: a random number.
-      questions: None: 12 with prose, else as many as fit.
+      questions: None: `asked_with_prose(length)` with prose, else as many as fit.
       hops: most steps of a question, or the steps of each.
       per_loop: steps that each loop is asked for; None: the answer of every loop.
 
@@ -131,7 +138,8 @@ def several_hops(
     asked = pattern(lexicon, "From", " take", " steps to", ".", "\n", words=2 + 2)
     least = int(np.max(hops)) + 1
     if questions is None and prose:
-        questions = max(1, min(12, (length - len(head) - least * record) // asked))
+        most = (length - len(head) - least * record) // asked
+        questions = max(1, min(asked_with_prose(length), most))
     room = length - len(head) - (questions or 1) * asked
     most = min(len(NOUNS), room // record)
     if most < (nodes or least):
