@@ -170,6 +170,8 @@ def test_stats_count_what_was_done(gold):
     assert out.stats.prompt_tokens == 49
     assert out.stats.generated_tokens == 16
     assert out.stats.rounds == 7  # the first token comes from the prefill
+    assert out.exit_loops == [[4] * 8] * 2
+    assert (out.stats.loops_run, out.stats.loops_skipped) == (28, 0)
     assert out.stats.tokens_per_second > 0
     assert out.stats.drafted == out.stats.captured_rows == 0
     # Pages of 16 tokens: 19 and 44 tokens are 2 and 3 pages in each of 4 loops.
