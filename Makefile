@@ -9,6 +9,8 @@ EXTRAS ?= dev
 # Processes that run test files side by side; 0 runs all in one.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# Beginnings of the names of the notebooks to run; none: all.
+NOTEBOOKS ?=
 
 BIN := $(VENV)/bin
 # Named after what was asked for, so that another pin installs again.
@@ -42,7 +44,10 @@ TINY := sparse_loop_jax/data/tiny-ouro
 MEASURED := docs/figures/tiny-ouro
 BENCH ?= $(wildcard benchmarks/results/h200.json)
 
-figures: $(READY)  ## draw the pictures of the documentation
+figures: pictures  ## draw the pictures of the documentation, and run the notebooks
+	@$(MAKE) --no-print-directory notebooks
+
+pictures: $(READY)
 	@mkdir -p docs/figures
 	@sha256sum --check --status $(MEASURED).sha256 2>/dev/null || { \
 	  echo "== measuring the bundled model"; \
@@ -52,6 +57,11 @@ figures: $(READY)  ## draw the pictures of the documentation
 	      > $(MEASURED).sha256; }
 	$(BIN)/python -m sparse_loop_jax.evaluate.plots $(MEASURED).json --out docs/figures \
 	    $(addprefix --bench ,$(BENCH))
+
+notebooks: $(READY)  ## run the notebooks, each .py into an .ipynb with its outputs
+	@$(BIN)/python -c 'import nbclient, ipykernel' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS),notebooks]' $(JAX)
+	$(BIN)/python notebooks/make.py $(NOTEBOOKS)
 
 test: $(READY)  ## run the tests, but for the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
@@ -74,4 +84,4 @@ clean:  ## remove what was built and cached, not the environments
 	rm -rf build dist out .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo figures test test-slow lint types format clean
+.PHONY: help setup demo figures pictures notebooks test test-slow lint types format clean
