@@ -327,12 +327,10 @@ def test_task_files_ask_what_can_be_answered_within_the_context(exported):
             assert re.search(pattern, question.prompt)
             if name == "hops":
                 pointer = dict(re.findall(r"From (\w+) go to (\w+)\.", question.prompt))
-                (at,) = re.findall(
-                    rf"From (\w+) take {facts['hops']} steps to$", question.prompt
-                )
+                (at,) = re.findall(rf"From (\w+) take {facts['hops']} steps$", question.prompt)
                 for _ in range(facts["hops"]):
                     at = pointer[at]
-                assert question.answer == f" {at}"
+                assert question.answer == f" to {at}"
             else:
                 *_, asked_for = re.findall(r"What code has the (\w+ \w+)\?$", question.prompt)
                 assert f"The {asked_for} has code{question.answer}." in question.prompt

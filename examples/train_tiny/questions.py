@@ -36,12 +36,17 @@ class Asked:
 
 
 def as_text(corpus: Corpus, paper: Paper, *, hops: int, filler: bool) -> Asked:
-    """A paper of one question, cut off after the answer."""
+    """A paper of one question, cut off after the answer.
+
+    The token before the answer, which anyone can foresee, is left to be decoded too: the first
+    new token comes out of the prompt's pass, which is dense, and it is the rows after it that
+    sparse decoding has to get right.
+    """
     decode = corpus.lexicon.tokenizer.decode
     first, last = paper.answers[0], paper.answers[-1]
-    prompt = decode(paper.ids[:first]).rstrip(" ")
+    prompt = decode(paper.ids[: first - 1])
     whole = decode(paper.ids[: last + 1])
-    return Asked(prompt, whole[len(prompt) :], first, hops, filler)
+    return Asked(prompt, whole[len(prompt) :], first - 1, hops, filler)
 
 
 def draw_recall(corpus: Corpus, length: int, count: int, *, seed: int) -> list[Asked]:
