@@ -9,7 +9,6 @@ import pytest
 import sparse_loop_jax as slj
 from sparse_loop_jax.engine import device, sizing
 from sparse_loop_jax.engine.request import Status
-from sparse_loop_jax.engine.text import TextStream
 
 SPARSE = slj.SparseDecodeConfig(key_retention=0.3)
 SPECULATIVE = slj.SpeculativeConfig(3, 2)
@@ -538,15 +537,3 @@ def test_text_and_times(make_engine, model, monkeypatch):
     assert all(last.text.startswith(output.text) for output in outputs)
     assert 0 <= last.times.queued <= last.times.first_token
     assert last.times.between_tokens > 0
-
-
-def test_text_comes_a_character_at_a_time_at_least():
-    tokenizer = slj.load().tokenizer
-    ids = tokenizer.encode("naïve café — é—é").ids
-    stream, texts = TextStream(tokenizer), []
-    for token in ids:
-        stream.add([token])
-        texts.append(stream.text(final=False))
-    assert not any("\N{REPLACEMENT CHARACTER}" in text for text in texts)
-    assert texts[-1] == stream.text(final=True) == tokenizer.decode(ids)
-    assert len(set(texts)) > 8

@@ -16,7 +16,7 @@ import tokenizers
 
 from sparse_loop_jax.data import tiny_ouro
 from sparse_loop_jax.engine import RequestOutput, RequestTimes
-from sparse_loop_jax.engine.text import TextStream
+from sparse_loop_jax.generation.text import TextStream
 from sparse_loop_jax.serve.config import ServeConfig
 from sparse_loop_jax.serve.server import Server, bind, url_of
 from sparse_loop_jax.serve.service import Service

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from sparse_loop_jax.engine.config import SamplingParams
-from sparse_loop_jax.engine.text import TextStream
 from sparse_loop_jax.generation.options import ExitRule
+from sparse_loop_jax.generation.text import TextStream
 
 
 @dataclasses.dataclass(frozen=True)

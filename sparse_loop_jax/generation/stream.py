@@ -14,6 +14,7 @@ from sparse_loop_jax.generation.inputs import Request
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.generation.prompts import run_prompts
 from sparse_loop_jax.generation.setup import Plan, initial_state, plan_call, warn_where_slower
+from sparse_loop_jax.generation.text import TextStream
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
 
@@ -123,9 +124,7 @@ class _Reader:
         self.index = index
         self.remaining = request.max_new_tokens  # 0 once it has finished
         self._stop_ids = request.stop_ids
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._text = ""
+        self._text = None if tokenizer is None else TextStream(tokenizer)
 
     def take(self, ids: list[int], exit_loops: list[int]) -> StreamChunk:
         """The chunk of `ids`, which the device emitted: nothing follows a stop token."""
@@ -142,12 +141,8 @@ class _Reader:
         )
 
     def _added_text(self, ids: list[int], finished: bool) -> str | None:
-        if self._tokenizer is None:
+        if self._text is None:
             return None
-        self._ids += ids
-        text = self._tokenizer.decode(self._ids)
-        # A replacement character at the end may be the start of one still to come.
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and not finished:
-            return ""
-        added, self._text = text[len(self._text) :], text
-        return added
+        shown = len(self._text.text(final=False))
+        added = self._text.add(ids)
+        return self._text.text(final=True)[shown:] if finished else added
