@@ -12,7 +12,10 @@ from sparse_loop_jax.kernels.capture_attention.op import CaptureOutput, capture_
 from sparse_loop_jax.kernels.capture_attention.pallas_kernel import sum_kernel, weigh_kernel
 from sparse_loop_jax.kernels.capture_attention.xla import favour
 from sparse_loop_jax.kernels.paged_attention import paged_attention
-from sparse_loop_jax.kernels.paged_attention.pallas import scored_attention
+from sparse_loop_jax.kernels.paged_attention.pallas import (
+    ScoredAttention,
+    scored_attention,
+)
 from sparse_loop_jax.kernels.registry import PREFERENCE
 from sparse_loop_jax.kernels.select_keys.pallas import select_rows
 from sparse_loop_jax.kernels.sparse_attention.cut import (
@@ -53,13 +56,7 @@ def capture_attention_pallas(
     check_shapes(dim, q=q, k_pool=k_pool, v_pool=v_pool)
     if config is None:
         config = choose_config(batch * rows * heads, capacity)
-    dense = scored_attention(q, k_pool, v_pool, page_table, lengths)
-    out = dense.out
-    if pallas_triton.interpreting() or not _is_pallas(dense_implementation):
-        # Interpreted, two kernels become programs that need not round alike.
-        out = paged_attention(
-            q, k_pool, v_pool, page_table, lengths, implementation=dense_implementation
-        )
+    dense = dense_pass(q, k_pool, v_pool, page_table, lengths, dense_implementation)
     lengths, counts = lengths.astype(jnp.int32), counts.astype(jnp.int32)
     positions = select_rows(
         favour(dense.scores, lengths, counts, sink_keys, recent_keys),
@@ -80,7 +77,29 @@ def capture_attention_pallas(
         config=config,
         interpret=pallas_triton.interpreting(),
     )
-    return CaptureOutput(out=out, positions=positions, mass=mass, kept=kept)
+    return CaptureOutput(out=dense.out, positions=positions, mass=mass, kept=kept)
+
+
+def dense_pass(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    dense_implementation: str | None,
+) -> ScoredAttention:
+    """Dense attention with its scores, and as `out` what `paged_attention` gives bit for bit.
+
+    Args: as `capture_attention`.
+    """
+    dense = scored_attention(q, k_pool, v_pool, page_table, lengths)
+    if pallas_triton.interpreting() or not _is_pallas(dense_implementation):
+        # Interpreted, two kernels become programs that need not round alike.
+        out = paged_attention(
+            q, k_pool, v_pool, page_table, lengths, implementation=dense_implementation
+        )
+        dense = dense._replace(out=out)
+    return dense
 
 
 def _is_pallas(name: str | None) -> bool:
