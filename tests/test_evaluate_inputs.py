@@ -138,7 +138,7 @@ TEXT = "some text that is long enough for a window"
     [
         ({"text": ""}, "the text is empty: give it some text"),
         ({"text": " \n "}, "the text is empty: give it some text"),
-        ({"text": []}, "the text is empty: give it some tokens"),
+        ({"text": []}, "the text is empty: it needs at least one token"),
         ({"text": [[1, 2]]}, "flat list of integer token ids, got int64 of shape"),
         ({"text": [0.5]}, "flat list of integer token ids, got float64"),
         ({"text": [3, 128]}, "token id 128, outside the vocabulary of 128"),
