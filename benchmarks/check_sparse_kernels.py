@@ -1,7 +1,10 @@
 """Checks the kernels of sparse decoding on the device at hand, then times them.
 
     python benchmarks/check_sparse_kernels.py            # a CUDA device; minutes
+    python benchmarks/check_sparse_kernels.py --implementation triton    # with jax-triton
     python benchmarks/check_sparse_kernels.py --small    # anywhere, interpreted: does it run
+
+Without a GPU, `--small --implementation triton` needs TRITON_INTERPRET=1 and Triton.
 
 Prints a line per check and ends with status 1 if any failed. What it covers that the tests on
 the CPU cannot: the compiled kernels, contexts of up to 65,536 keys, pools of more than 2^31
@@ -84,7 +87,7 @@ def awkward_rows(span: int) -> np.ndarray:
     return rows
 
 
-def check_selection(report: Report, small: bool) -> None:
+def check_selection(report: Report, small: bool, implementation: str) -> None:
     for span in (n for n in SPANS if not small or n < 1000):
         rows = awkward_rows(span)
         for short in (0, 3):
@@ -97,7 +100,7 @@ def check_selection(report: Report, small: bool) -> None:
                     jnp.full(len(rows), length, jnp.int32),
                     jnp.full(len(rows), count, jnp.int32),
                     capacity=span,
-                    implementation="pallas",
+                    implementation=implementation,
                 )
                 for i, (row, got) in enumerate(zip(rows, np.asarray(out), strict=True)):
                     want = np.zeros(span, np.int64)
@@ -107,8 +110,8 @@ def check_selection(report: Report, small: bool) -> None:
             report(f"select {length} of {span}", not wrong, f"row, count: {wrong[:5]}")
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
-def capture(q, k_pool, v_pool, table, lengths, counts, *, capacity: int):
+@functools.partial(jax.jit, static_argnames=("capacity", "implementation"))
+def capture(q, k_pool, v_pool, table, lengths, counts, *, capacity: int, implementation: str):
     return capture_attention(
         q,
         k_pool,
@@ -118,7 +121,7 @@ def capture(q, k_pool, v_pool, table, lengths, counts, *, capacity: int):
         counts,
         capacity=capacity,
         dense_implementation="pallas",
-        implementation="pallas",
+        implementation=implementation,
     )
 
 
@@ -146,10 +149,12 @@ def capture_reference(q, k, v_pool, table, lengths, counts, positions):
     return jax.lax.map(one, (q, k, table, lengths, counts, positions))
 
 
-def check_capture(report: Report, name: str, case: Case, counts, capacity: int):
+def check_capture(
+    report: Report, name: str, case: Case, counts, capacity: int, implementation: str
+):
     """The capture, once its parts are found right."""
     q, _, v_pool, table, lengths = case.args
-    out = capture(*case.args, counts, capacity=capacity)
+    out = capture(*case.args, counts, capacity=capacity, implementation=implementation)
     dense = paged_attention(*case.args, implementation="pallas")
     same = np.array_equal(out.out, dense) or jax.default_backend() != "gpu"
     report(f"{name}: the dense bits", same)
@@ -197,7 +202,9 @@ def consume_reference(q, k_pool, v_pool, table, positions, counts, mass, base):
     return jax.lax.map(one, (q, table, positions, counts, mass, base))
 
 
-def check_consume(report: Report, name: str, case: Case, counts, captured, dtype: str) -> None:
+def check_consume(
+    report: Report, name: str, case: Case, counts, captured, dtype: str, implementation: str
+) -> None:
     q, k_pool, v_pool, table, _ = case.args
     base = captured.out.astype(jnp.float32) - captured.kept
     q = jnp.roll(q, 1, axis=-1)  # the queries of another loop
@@ -209,7 +216,7 @@ def check_consume(report: Report, name: str, case: Case, counts, captured, dtype
     def run(**changes):
         names = ("q", "k", "v", "table", "positions", "counts", "mass", "base")
         changed = [changes.get(n, a) for n, a in zip(names, args, strict=True)]
-        return sparse_attention(*changed, implementation="pallas")
+        return sparse_attention(*changed, implementation=implementation)
 
     out = run()
     gap = error(out, want)
@@ -235,7 +242,7 @@ def reference_scores(q, k):
     return scores.reshape(batch, rows, heads, -1)
 
 
-def check_attention(report: Report, small: bool) -> None:
+def check_attention(report: Report, small: bool, implementation: str) -> None:
     for group, dim, dtype, rows in CASES[-2:] if small else CASES:
         length = np.array([n for n in LENGTHS if not small or n < 100])[:, None]
         length = np.maximum(length - np.arange(rows)[::-1], 0)
@@ -244,27 +251,28 @@ def check_attention(report: Report, small: bool) -> None:
             counts = np.vectorize(lambda n, r=retention: kept_count(int(n), r))(length)
             name = f"group {group} dim {dim} {dtype} {rows} rows r {retention or '1/N'}"
             counts = jnp.asarray(counts, jnp.int32)
-            captured = check_capture(report, name, case, counts, int(length.max()))
+            args = report, name, case, counts
+            captured = check_capture(*args, int(length.max()), implementation)
             if retention == 0.1:
-                check_consume(report, name, case, counts, captured, dtype)
+                check_consume(*args, captured, dtype, implementation)
 
 
-def check_large_pool(report: Report, small: bool) -> None:
+def check_large_pool(report: Report, small: bool, implementation: str) -> None:
     pages = 600 if small else 262_144
     case = make_case(np.array([[40], [700]]), 16, 16, 128, "bfloat16", pages=pages)
     counts = jnp.array([[4], [70]], jnp.int32)
     name = f"pool of {pages} pages"
-    captured = check_capture(report, name, case, counts, 70)
-    check_consume(report, name, case, counts, captured, "bfloat16")
+    captured = check_capture(report, name, case, counts, 70, implementation)
+    check_consume(report, name, case, counts, captured, "bfloat16", implementation)
 
 
-def time_kernels(small: bool) -> None:
+def time_kernels(small: bool, implementation: str) -> None:
     """Each op against the bytes that it has to read and against dense attention."""
     shapes = ((2, 4 * PAGE, 1), (1, 2 * PAGE, 4)) if small else WORKLOADS
     rows = bench_attention(
         [AttentionWorkload(batch=b, context=c, rows=n) for b, c, n in shapes],
         retentions=[0.1],
-        options=Options(implementation="pallas"),
+        options=Options(implementation=implementation),
     )
     print_table("sparse kernels, retention 0.1", rows, measure.setup_info())
 
@@ -272,15 +280,16 @@ def time_kernels(small: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks the sparse kernels on this device.")
     parser.add_argument("--small", action="store_true", help="tiny shapes, anywhere")
+    parser.add_argument("--implementation", default="pallas", choices=("pallas", "triton"))
     parser.add_argument("--no-times", action="store_true", help="only the checks")
     options = parser.parse_args()
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
     report = Report()
     for check in (check_attention, check_large_pool, check_selection):
-        check(report, options.small)
+        check(report, options.small, options.implementation)
     print(f"{len(report.failed)} failed" if report.failed else "all passed")
     if not options.no_times:
-        time_kernels(options.small)
+        time_kernels(options.small, options.implementation)
     return 1 if report.failed else 0
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/gold_on_device.py [pallas|xla|triton ...]
 
-Prints a line a run and fails if any differs. Matrix products run at the highest precision,
-since the golden runs are float32. Then two rounds are submitted under a guard that forbids
-reads from the device (which guards nothing on the CPU).
+Prints a line a run and fails if any differs. "triton" is a name of the sparse ops alone: it
+leaves out the dense runs, and dense attention is as without a name. Matrix products run at
+the highest precision, since the golden runs are float32. Then two rounds are submitted under
+a guard that forbids reads from the device (which guards nothing on the CPU).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 import sparse_loop_jax as slj
 from sparse_loop_jax.decoding import RoundDriver
+from sparse_loop_jax.kernels import paged_attention
 
 GOLD = Path(__file__).parent.parent / "tests" / "gold"
 
@@ -29,7 +31,10 @@ def main(implementations: list[str]) -> int:
         dense = np.load(GOLD / f"{name}_dense.npz")
         prompts = [dense["p0_input_ids"].tolist(), dense["p1_input_ids"].tolist()]
         for implementation in implementations or [None]:
+            sparse_alone = implementation not in (None, *paged_attention.implementations)
             for retention in (None, 1, 0.5, 0.25, 0.1, 0.02):
+                if sparse_alone and retention in (None, 1):
+                    continue
                 want = _golden_tokens(name, dense, retention)
                 for speculative in (
                     None,
@@ -38,7 +43,9 @@ def main(implementations: list[str]) -> int:
                 ):
                     sparse = None
                     if retention is not None:
-                        sparse = slj.SparseDecodeConfig(key_retention=retention)
+                        sparse = slj.SparseDecodeConfig(
+                            key_retention=retention, implementation=implementation
+                        )
                     out = slj.generate(
                         model,
                         prompts,
@@ -46,7 +53,7 @@ def main(implementations: list[str]) -> int:
                         eos_token_id=[],
                         sparse=sparse,
                         speculative=speculative,
-                        implementation=implementation,
+                        implementation=None if sparse_alone else implementation,
                         progress=False,
                     )
                     same = out.token_ids == want

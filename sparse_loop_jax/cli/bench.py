@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=32, help="steps or rounds in one timing")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--implementation", help='of the ops: "xla" or "pallas"')
+    parser.add_argument(
+        "--implementation", help='of the ops: "xla" or "pallas"; attention: or "triton"'
+    )
     parser.add_argument("--no-peer", action="store_true", help="leave PyTorch out")
     parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
     bench_serve.add_arguments(parser)
