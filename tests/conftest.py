@@ -47,16 +47,40 @@ hypothesis.settings.load_profile("default")
 GOLD = Path(__file__).parent / "gold"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _drop_programs() -> Iterator[None]:
-    """Free what a file compiled.
+# Each program for the CPU holds up to some seventy memory mappings, and a process may have
+# 65,530 of them (Linux, `vm.max_map_count`). At the limit, LLVM ends the process.
+_MOST_PROGRAMS = 700
+_programs = 0
 
-    Each program for the CPU holds several memory mappings, and a process may have 65,530 of
-    them (Linux, `vm.max_map_count`). At the limit, LLVM ends the process.
-    """
-    yield
+
+def _count_programs(event: str, duration_secs: float, **kwargs):
+    global _programs
+    _programs += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_programs)
+
+
+def _drop_programs():
+    global _programs
     jax.clear_caches()
     gc.collect()
+    _programs = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_a_file() -> Iterator[None]:
+    """Frees what a file compiled."""
+    yield
+    _drop_programs()
+
+
+@pytest.fixture(autouse=True)
+def _programs_of_a_test() -> Iterator[None]:
+    """Frees what a file compiled where it is much, as the slow tests do."""
+    yield
+    if _programs > _MOST_PROGRAMS:
+        _drop_programs()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
