@@ -53,6 +53,29 @@ def test_top_k_comes_before_top_p():
     np.testing.assert_allclose(_filtered(LOGITS, top_k=2, top_p=0.5), [1, 0, 0, 0])
 
 
+@pytest.fixture(scope="module")
+def vocabulary():
+    """Logits as wide as Ouro's, over which float32 sums round visibly: `[30, vocab]`."""
+    return 4 * jax.random.normal(jax.random.key(0), (30, 49152))
+
+
+def test_a_top_p_of_one_keeps_every_token(vocabulary):
+    assert np.isfinite(filtered_logits(vocabulary[0], 1.0, 49152, 1.0)).all()
+
+
+def test_top_k_holds_where_the_kept_probabilities_do_not_round_to_one(vocabulary):
+    kept = jax.vmap(lambda logits: filtered_logits(logits, 1.0, 50, 1.0))(vocabulary)
+    shifted = np.asarray(vocabulary - vocabulary.max(axis=1, keepdims=True))
+    np.testing.assert_array_equal(np.isfinite(kept), shifted >= np.sort(shifted)[:, -50:-49])
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-45])
+def test_the_coldest_draw_is_the_argmax(temperature):
+    # Both of the largest overflow when they are divided first; -inf stays what it is.
+    logits = [90.0, 100.0, -jnp.inf, 99.0, -3.0]
+    np.testing.assert_array_equal(_filtered(logits, temperature, 5), [0, 1, 0, 0, 0])
+
+
 def test_minus_infinity_is_never_drawn():
     assert _filtered([0.0, -jnp.inf, 1.0, -jnp.inf])[[1, 3]].sum() == 0
 

@@ -13,22 +13,26 @@ def filtered_logits(logits: jax.Array, temperature, top_k, top_p) -> jax.Array:
 
     Divides by the temperature, keeps the `top_k` largest (ties at the threshold are kept),
     then the smallest set of the most probable tokens whose probability reaches `top_p`
-    (ties at its edge are kept; at least one token is). A temperature of 0 keeps the first
-    argmax alone, so that greedy is the same draw from a one-point distribution.
+    (ties at its edge are kept; at least one token is; 1 keeps all). A temperature of 0, or
+    too small to be a normal float32, keeps the first argmax alone, so that greedy is the
+    same draw from a one-point distribution. The largest logit comes out as 0.
     """
     logits = logits.astype(jnp.float32)
+    largest = jnp.max(logits)
     greedy = jnp.where(jnp.arange(logits.shape[-1]) == jnp.argmax(logits), 0.0, -jnp.inf)
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    warm = temperature >= jnp.finfo(jnp.float32).tiny
+    # Less the largest before the division, which may then overflow to -inf but not to inf.
+    scaled = (logits - largest) / jnp.where(warm, temperature, 1.0)
     ordered = jnp.sort(scaled, descending=True)
     kth = ordered[jnp.clip(top_k, 1, logits.shape[-1]) - 1]
-    ordered = jnp.where(ordered >= kth, ordered, -jnp.inf)
-    probabilities = jax.nn.softmax(ordered)
+    probabilities = jax.nn.softmax(jnp.where(ordered >= kth, ordered, -jnp.inf))
     # A token is kept while those before it have not reached top_p; the first always is.
+    # The sum of them all rounds to either side of 1, so that it decides nothing at 1.
     before = jnp.cumsum(probabilities) - probabilities
-    kept = (before < top_p).at[0].set(True)
+    kept = ((before < top_p) | (top_p >= 1)).at[0].set(True)
     edge = jnp.min(jnp.where(kept, ordered, jnp.inf))
-    sampled = jnp.where(scaled >= edge, scaled, -jnp.inf)
-    return jnp.where(temperature > 0, sampled, greedy)
+    sampled = jnp.where(scaled >= jnp.maximum(edge, kth), scaled, -jnp.inf)
+    return jnp.where(warm, sampled, greedy)
 
 
 def seed_words(seed: int) -> tuple[int, int]:
