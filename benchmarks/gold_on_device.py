@@ -71,23 +71,25 @@ def main(implementations: list[str]) -> int:
 
 
 def submit_under_guard() -> None:
-    """Submits two sparse speculative rounds with reads forbidden, then reads them."""
+    """Submits two rounds with reads forbidden, then reads them: sparse, then speculative too."""
     model = slj.load(GOLD / "mha")
-    options = {
-        "max_new_tokens": 32,
-        "eos_token_id": [],
-        "outstanding_rounds": 2,
-        "sparse": slj.SparseDecodeConfig(key_retention=0.1),
-        "speculative": slj.SpeculativeConfig(3, 2),
-    }
     prompts = [list(range(1, 30)), list(range(5, 60))]
-    params, state, _ = slj.start(model, prompts, **options)
-    with RoundDriver(params, state) as driver:
-        with jax.transfer_guard_device_to_host("disallow"):
-            driver.submit()
-            driver.submit()
-        counts = [driver.collect().count.tolist() for _ in range(2)]
-    print(f"two rounds submitted with reads forbidden; they emitted {counts}")
+    for speculative in (None, slj.SpeculativeConfig(3, 2)):
+        params, state, _ = slj.start(
+            model,
+            prompts,
+            max_new_tokens=32,
+            eos_token_id=[],
+            outstanding_rounds=2,
+            sparse=slj.SparseDecodeConfig(key_retention=0.1),
+            speculative=speculative,
+        )
+        with RoundDriver(params, state) as driver:
+            with jax.transfer_guard_device_to_host("disallow"):
+                driver.submit()
+                driver.submit()
+            counts = [driver.collect().count.tolist() for _ in range(2)]
+        print(f"two rounds ({speculative}) submitted with reads forbidden; emitted {counts}")
 
 
 def _golden_tokens(name: str, dense, retention: float | None) -> list[list[int]]:
