@@ -71,7 +71,7 @@ def main(implementations: list[str]) -> int:
 
 
 def submit_under_guard() -> None:
-    """Submits two rounds with reads forbidden, then reads them: sparse, then speculative too."""
+    """Submits two rounds with reads forbidden, then reads them: sparse, then both."""
     model = slj.load(GOLD / "mha")
     prompts = [list(range(1, 30)), list(range(5, 60))]
     for speculative in (None, slj.SpeculativeConfig(3, 2)):
