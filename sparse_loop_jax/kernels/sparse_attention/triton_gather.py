@@ -12,8 +12,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 ROWS = tl.constexpr(8)  # of a product; the first one is real
-# Triton's interpreter multiplies the bits of bfloat16 as integers; in float32 the products
-# of two such numbers are exact, as they are on a GPU.
+# Triton's interpreter multiplies bfloat16 by its bits and truncates to it: see below.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -67,9 +66,19 @@ def pool_row(
 @triton.jit
 def dot(a, b):
     """`a @ b` in float32; float32 inputs stay float32."""
-    if INTERPRETED:
+    if INTERPRETED:  # products of two bfloat16 numbers are exact in float32
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 rounded to a dtype, to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -84,7 +93,7 @@ def weigh(v, weights, TERMS: tl.constexpr):
     else:
         out = tl.zeros((v.shape[0], ROWS), tl.float32)
         for _ in tl.static_range(TERMS):
-            term = weights.to(v.dtype)
+            term = narrow(weights, v.dtype)
             out += dot(v, term)
             weights -= term.to(tl.float32)
     return out

@@ -10,6 +10,7 @@ from sparse_loop_jax.kernels.sparse_attention.triton_gather import (
     dot,
     kept_positions,
     locate,
+    narrow,
     only_row,
     piece_keys,
     pool_row,
@@ -179,4 +180,4 @@ def _finish(out_ptr, mass_ptr, base_ptr, index, mean, count, DIM: tl.constexpr):
     at = index.to(tl.int64) * DIM + tl.arange(0, DIM)
     out = tl.load(base_ptr + at) + tl.load(mass_ptr + index) * mean
     out = tl.where(count > 0, out, 0.0)
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + at, narrow(out, out_ptr.dtype.element_ty))
