@@ -24,6 +24,11 @@ BAD = [
     ([[-1]], {}, "token id -1"),
     ([[1.5]], {}, "integer token ids"),
     ([[[1, 2]]], {}, "flat list"),
+    ([[1], [[1, 2], [3]]], {}, "prompt 1 has lists of different lengths inside"),
+    ([[2**32 + 5]], {}, f"prompt 0 has token id {2**32 + 5}, outside"),
+    (None, {}, "prompts must be a string or a list of prompts, got None"),
+    (5, {}, "prompts must be a string or a list of prompts, got 5"),
+    (np.asarray(5), {}, r"a list of prompts, got array\(5\)"),
     ([1, 2, 3], {}, "wrap one list of ids in a list"),
     (["text"], {}, "no tokenizer"),
     ([[1] * 513], {}, "513 tokens, more than the context of 512"),
@@ -45,6 +50,24 @@ BAD = [
     ([[1]], {"page_size": 12}, "page_size must be a power of two, got 12"),
     ([[1]], {"page_size": 0}, "page_size"),
     ([[1]], {"implementation": "cuda"}, "no implementation 'cuda'; it has: .*xla"),
+    ([[1]], {"implementation": ["xla"]}, r"must be a name or None, got \['xla'\]"),
+    ([[1]], {"page_size": 1024}, "page_size 1024 is more than the model's context of 512"),
+    ([[1]], {"page_size": 2**40}, "page_size 1099511627776 is more than"),
+    (
+        [[1]],
+        {"sparse": slj.SparseDecodeConfig(implementation="cuda")},
+        "capture_attention has no implementation 'cuda'",
+    ),
+    (
+        [[1]],
+        {"sparse": slj.SparseDecodeConfig(capacity=10**13)},
+        "capacity 10000000000000 is more keys than the model's 512 positions",
+    ),
+    (
+        [[1]],
+        {"speculative": slj.SpeculativeConfig(512)},
+        "num_speculative_tokens must be below the model's context of 512 tokens, got 512",
+    ),
     ([[1]], {"sparse": 0.1}, "sparse must be a SparseDecodeConfig, got 0.1"),
     ([[1]], {"speculative": 3}, "speculative must be a SpeculativeConfig, got 3"),
     (
@@ -87,6 +110,22 @@ def test_speculative_config_refuses(name, value):
 def test_speculative_config_refuses_an_adaptive_that_is_no_bool():
     with pytest.raises(ValueError, match="adaptive must be True or False, got 1"):
         slj.SpeculativeConfig(3, adaptive=1)  # type: ignore[arg-type]
+
+
+def test_speculative_config_takes_numpy_integers():
+    given: Any = np.int64(3)
+    config = slj.SpeculativeConfig(given, draft_loops=given, max_outstanding_rounds=given)
+    assert config == slj.SpeculativeConfig(3, 3, 3)
+    assert {type(v) for v in dataclasses.astuple(config)} == {int, bool}
+
+
+@pytest.mark.parametrize("value", [0, True, 1.5, None])
+@pytest.mark.parametrize("sparse", [None, slj.SparseDecodeConfig()])
+def test_start_refuses_outstanding_rounds(model, compile_counter, sparse, value):
+    message = f"outstanding_rounds must be an integer >= 1, got {value!r}"
+    with compile_counter() as compiled, pytest.raises(ValueError, match=message):
+        slj.start(model, [[1]], sparse=sparse, outstanding_rounds=value)
+    assert compiled.count == 0, compiled
 
 
 def test_an_unknown_option_is_an_error(model):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import numpy as np
 import pytest
 
 from sparse_loop_jax.models.config import OURO_1_4B
@@ -95,6 +97,32 @@ def test_capacity_does_not_matter_where_every_key_is_kept():
 def test_contexts_beyond_the_model_are_refused(context):
     with pytest.raises(ValueError, match=f"max_context .*{context}"):
         SparseDecodeConfig().validate_for(OURO_1_4B, context)
+
+
+def test_a_capacity_beyond_the_model_is_refused():
+    SparseDecodeConfig(capacity=65536).validate_for(OURO_1_4B, 100)
+    with pytest.raises(ValueError, match="capacity 65537 is more keys than the model's 65536"):
+        SparseDecodeConfig(capacity=65537).validate_for(OURO_1_4B, 100)
+
+
+def test_numpy_numbers_become_plain_ones():
+    given: Any = {
+        "capture_loop": np.int64(0),
+        "consume_loops": (np.int32(1), np.uint8(2)),
+        "sink_keys": np.int8(1),
+        "recent_keys": np.uint64(2),
+        "capacity": np.int64(9),
+    }
+    config = SparseDecodeConfig(np.float64(0.3), **given)
+    plain = SparseDecodeConfig(0.3, 0, (1, 2), sink_keys=1, recent_keys=2, capacity=9)
+    assert config == plain
+    assert repr(config) == repr(plain)
+
+
+def test_a_narrow_float_means_what_it_prints():
+    given: Any = np.float32(0.1)
+    assert SparseDecodeConfig(given).key_retention == 0.1
+    assert SparseDecodeConfig(given).keys_kept(100) == 10
 
 
 def test_retentions_share_a_compiled_step():

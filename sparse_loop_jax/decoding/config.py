@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from sparse_loop_jax.checks import plain_int
 from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
 
@@ -30,18 +31,26 @@ class SpeculativeConfig:
 
     def __post_init__(self):
         for name in ("num_speculative_tokens", "draft_loops", "max_outstanding_rounds"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+            object.__setattr__(self, name, plain_int(name, getattr(self, name), 1))
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"adaptive must be True or False, got {self.adaptive!r}")
 
     def validate_for(self, config: OuroConfig) -> None:
-        """Raises ValueError if the model has too few loops to verify what is drafted."""
+        """Checks that a model of this shape can draft and verify so.
+
+        Raises:
+          ValueError: there is no loop left to verify with, or a round would be longer than
+            the context.
+        """
         if self.draft_loops >= config.total_ut_steps:
             raise ValueError(
                 f"draft_loops must be below the model's {config.total_ut_steps} loops, "
                 f"got {self.draft_loops}"
+            )
+        if self.rows > config.max_position_embeddings:
+            raise ValueError(
+                "num_speculative_tokens must be below the model's context of "
+                f"{config.max_position_embeddings} tokens, got {self.num_speculative_tokens}"
             )
 
     @property

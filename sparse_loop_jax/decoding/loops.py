@@ -148,7 +148,7 @@ def _one_loop(params: OuroParams, spec: DecodeSpec, hidden, rows: Rows, products
         )
         keys, values = list(carry.cache.keys), list(carry.cache.values)
         if sparse is not None:
-            sparse = sparse.count_keys(mode, lengths)
+            sparse = sparse.count_keys(spec, mode, lengths)
 
         def mix(layer, p):
             def attend(normed):

@@ -83,11 +83,13 @@ class SparseRows:
             consumed=self.consumed + (served if "consume" in mode else 0),
         )
 
-    def count_keys(self, mode: str, lengths: jax.Array) -> SparseRows:
+    def count_keys(self, spec: DecodeSpec, mode: str, lengths: jax.Array) -> SparseRows:
         """Counts the keys that one loop's rows read, and what dense attention would."""
         dense = lengths.sum().astype(jnp.float32)
         read = dense
-        if mode == CONSUME:
+        # The true mass of the kept keys takes the scores of them all.
+        oracle = spec.sparse is not None and spec.sparse.mass_scaling == "oracle"
+        if mode == CONSUME and not oracle:
             read = jnp.where(lengths > 0, self.key_counts[lengths], 0).sum().astype(jnp.float32)
         return dataclasses.replace(
             self, keys_read=self.keys_read + read, keys_dense=self.keys_dense + dense

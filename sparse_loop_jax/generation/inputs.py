@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparse_loop_jax.generation.options import is_int
+from sparse_loop_jax.models.ids import id_array, within_vocabulary
 from sparse_loop_jax.models.ouro import Ouro
 
 
@@ -35,10 +36,17 @@ def make_requests(
     """Checks prompts and limits, and tokenises strings.
 
     Raises:
-      ValueError: nothing to do, an empty prompt, a token id outside the vocabulary, a
-        prompt longer than the context, a limit below 1, or text without a tokenizer.
+      ValueError: nothing to do, no list of prompts, an empty prompt, a token id outside the
+        vocabulary, a prompt longer than the context, a limit below 1, or text without a
+        tokenizer.
     """
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    try:
+        each = iter([prompts] if isinstance(prompts, str) else prompts)
+    except TypeError:
+        raise ValueError(
+            f"prompts must be a string or a list of prompts, got {prompts!r}"
+        ) from None
+    prompts = list(each)
     if not prompts:
         raise ValueError("prompts is empty: pass at least one string or list of token ids")
     if not isinstance(prompts[0], str | Sequence | np.ndarray) and not hasattr(
@@ -109,7 +117,7 @@ def token_ids(model: Ouro, prompt, name: str) -> np.ndarray:
                 "checkpoint with a tokenizer.json"
             )
         prompt = model.tokenizer.encode(prompt).ids
-    ids = np.asarray(prompt)
+    ids = id_array(prompt, name)
     if ids.size == 0:
         raise ValueError(f"{name} is empty: it needs at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -117,10 +125,4 @@ def token_ids(model: Ouro, prompt, name: str) -> np.ndarray:
             f"{name} must be a string or a flat list of integer token ids, got {ids.dtype} of "
             f"shape {ids.shape}"
         )
-    outside = (ids < 0) | (ids >= model.config.vocab_size)
-    if outside.any():
-        raise ValueError(
-            f"{name} has token id {ids[outside][0]}, outside the vocabulary of "
-            f"{model.config.vocab_size}"
-        )
-    return ids.astype(np.int32)
+    return within_vocabulary(ids, model.config.vocab_size, name)

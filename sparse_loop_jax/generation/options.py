@@ -6,10 +6,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
+from sparse_loop_jax.checks import is_int as is_int, is_number as is_number
 from sparse_loop_jax.decoding.config import DecodeSpec, SpeculativeConfig
-from sparse_loop_jax.kernels import paged_attention
+from sparse_loop_jax.kernels import Op, paged_attention
+from sparse_loop_jax.kernels.capture_attention import capture_attention
+from sparse_loop_jax.kernels.sparse_attention import sparse_attention
 from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
 
@@ -36,10 +37,12 @@ class Options:
         check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
         check_exit(self.exit_threshold, self.min_loops, self.max_loops)
         check_page_size(self.page_size)
-        if self.implementation is not None:
-            paged_attention.get(self.implementation)
+        check_implementation(self.implementation, paged_attention)
         if self.sparse is not None and not isinstance(self.sparse, SparseDecodeConfig):
             raise ValueError(f"sparse must be a SparseDecodeConfig, got {self.sparse!r}")
+        if self.sparse is not None:
+            named = self.sparse.implementation or self.implementation
+            check_implementation(named, capture_attention, sparse_attention)
         if self.speculative is not None and not isinstance(self.speculative, SpeculativeConfig):
             raise ValueError(
                 f"speculative must be a SpeculativeConfig, got {self.speculative!r}"
@@ -57,8 +60,14 @@ class Options:
         """The static part of the steps; retention 1 is the dense path itself.
 
         Raises:
-          ValueError: the model has too few loops, or early exit meets a fixed depth.
+          ValueError: the model has too few loops, early exit meets a fixed depth, or a page
+            or a round is longer than the context.
         """
+        if self.page_size > config.max_position_embeddings:
+            raise ValueError(
+                f"page_size {self.page_size} is more than the model's context of "
+                f"{config.max_position_embeddings} tokens: lower it"
+            )
         if self.speculative is not None:
             self.speculative.validate_for(config)
         sparse = None
@@ -171,17 +180,17 @@ def check_exit(threshold, min_loops, max_loops) -> None:
         raise ValueError(f"min_loops {min_loops} is above max_loops {max_loops}: lower it")
 
 
+def check_implementation(name, *ops: Op) -> None:
+    """Raises ValueError unless the name is None, or each of the ops has such a one."""
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise ValueError(f"implementation must be a name or None, got {name!r}")
+    for op in ops:
+        op.get(name)
+
+
 def check_page_size(size) -> None:
     """Raises ValueError unless the size is a power of two."""
     if not is_int(size) or size < 1 or size & (size - 1):
         raise ValueError(f"page_size must be a power of two, got {size!r}")
-
-
-def is_int(value) -> bool:
-    """An integer, NumPy's among them, but no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def is_number(value) -> bool:
-    """An integer or a float, NumPy's among them, but no bool."""
-    return is_int(value) or isinstance(value, float | np.floating)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparse_loop_jax.checks import plain_int
 from sparse_loop_jax.decoding.state import DecodeState
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.generation.prompts import run_prompts
@@ -35,8 +36,9 @@ def start(
       beyond the prompts are dead and have 0.
 
     Raises:
-      ValueError: as `generate`.
+      ValueError: as `generate`, or `outstanding_rounds` is no integer >= 1.
     """
+    outstanding_rounds = plain_int("outstanding_rounds", outstanding_rounds, 1)
     plan = plan_call(model, prompts, Options(**options))
     params = model.params
     state = initial_state(plan, outstanding_rounds)

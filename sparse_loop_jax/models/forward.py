@@ -7,10 +7,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparse_loop_jax.kernels.matvec.xla import linear_xla
 from sparse_loop_jax.kernels.project_qkv.xla import rotate, split_qkv
 from sparse_loop_jax.models.config import OuroConfig
+from sparse_loop_jax.models.ids import id_array, within_vocabulary
 from sparse_loop_jax.models.layers import (
     exit_gate_logits,
     lm_logits,
@@ -83,10 +85,11 @@ def forward(model: Ouro, ids) -> ForwardOutput:
     prompts use `sparse_loop_jax.generate`.
 
     Raises:
-      ValueError: `ids` is empty, not integer, too long, or outside the vocabulary.
+      ValueError: `ids` is empty, ragged, not integer, too long, or outside the vocabulary;
+        nothing has been compiled then.
     """
-    ids = jnp.asarray(ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
+    ids = id_array(ids, "ids")
+    if ids.size and not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"ids must be integers, got {ids.dtype}")
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.size == 0:
@@ -98,13 +101,8 @@ def forward(model: Ouro, ids) -> ForwardOutput:
             f"{ids.shape[1]} tokens are more than the context of "
             f"{model.config.max_position_embeddings}"
         )
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= model.config.vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(
-            f"token id {bad} is outside the vocabulary of {model.config.vocab_size}"
-        )
-    return forward_params(model.params, model.config, ids.astype(jnp.int32))
+    ids = within_vocabulary(ids, model.config.vocab_size, "ids")
+    return forward_params(model.params, model.config, jnp.asarray(ids))
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

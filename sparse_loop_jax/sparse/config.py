@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from sparse_loop_jax.checks import is_number, plain_float, plain_int
 from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.sparse.arithmetic import retained_count
 
@@ -26,7 +27,8 @@ class SparseDecodeConfig:
         loop but the last is captured again for the next. A recapture needs dense scores, so
         that "adjacent" saves little: it is there to measure against.
       mass_scaling: "cached", the method; "none" and "oracle" for research (see
-        `sparse_loop_jax.sparse.arithmetic.consume`). "oracle" computes dense scores.
+        `sparse_loop_jax.sparse.arithmetic.consume`). "oracle" computes dense scores, so that
+        its rows count as reading every key.
       implementation: which implementation of the sparse ops; None: their own order.
       sink_keys, recent_keys: keys at the start and at the end of the context that are kept
         whatever their score. They count inside k; where k is smaller than both together, it
@@ -50,16 +52,13 @@ class SparseDecodeConfig:
 
     def __post_init__(self):
         retention = self.key_retention
-        if (
-            isinstance(retention, bool)
-            or not isinstance(retention, int | float)
-            or not 0.0 < retention <= 1.0
-        ):
+        if not is_number(retention) or not 0.0 < retention <= 1.0:
             raise ValueError(f"key_retention must be a number in (0, 1], got {retention!r}")
+        self._set("key_retention", plain_float(retention))
         for name in ("capture_loop", "sink_keys", "recent_keys"):
-            _require_integer(name, getattr(self, name), 0)
+            self._set(name, plain_int(name, getattr(self, name), 0))
         if self.capacity is not None:
-            _require_integer("capacity", self.capacity, 1)
+            self._set("capacity", plain_int("capacity", self.capacity, 1))
         if self.variant not in ("joint", "adjacent"):
             raise ValueError(f"variant must be 'joint' or 'adjacent', got {self.variant!r}")
         if self.mass_scaling not in ("cached", "none", "oracle"):
@@ -70,15 +69,20 @@ class SparseDecodeConfig:
             raise ValueError(f"implementation must be a name, got {self.implementation!r}")
         self._check_consume_loops()
 
+    def _set(self, name: str, value):
+        """Only while the config is made: NumPy's numbers become Python's."""
+        object.__setattr__(self, name, value)
+
     def _check_consume_loops(self):
         loops = self.consume_loops
         if loops is None:
             return
         if not isinstance(loops, tuple) or not loops:
             raise ValueError(f"consume_loops must be a tuple of loops or None, got {loops!r}")
+        loops = tuple(plain_int("consume_loops", loop, 0) for loop in loops)
+        self._set("consume_loops", loops)
         previous = self.capture_loop
         for loop in loops:
-            _require_integer("consume_loops", loop, 0)
             if loop <= previous:
                 raise ValueError(
                     f"consume_loops must rise and come after capture_loop "
@@ -149,19 +153,19 @@ class SparseDecodeConfig:
 
         Raises:
           ValueError: a loop does not exist, the context is out of range, or the capacity is
-            below what the longest context needs.
+            below what the longest context needs, or above the model's context.
         """
-        _require_integer("max_context", max_context, 1)
+        plain_int("max_context", max_context, 1)
         if max_context > config.max_position_embeddings:
             raise ValueError(
                 f"max_context {max_context} is beyond the model's "
                 f"{config.max_position_embeddings} positions"
             )
         self.modes(config.total_ut_steps)
-        if not self.is_dense:
-            self.capacity_for(max_context)
-
-
-def _require_integer(name: str, value, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+        if self.is_dense:
+            return
+        if self.capacity_for(max_context) > config.max_position_embeddings:
+            raise ValueError(
+                f"capacity {self.capacity} is more keys than the model's "
+                f"{config.max_position_embeddings} positions: lower it, or leave it out"
+            )
