@@ -10,6 +10,7 @@ import pytest
 
 import sparse_loop_jax as slj
 from sparse_loop_jax.decoding import RoundDriver, references, rounds
+from sparse_loop_jax.generation.outputs import sum_counters
 
 
 class _ReadError(AssertionError):
@@ -35,7 +36,6 @@ class _Unread:
     __array__ = __dlpack__ = __dlpack_device__ = __jax_array__ = _read
     __int__ = __float__ = __bool__ = __index__ = __iter__ = __len__ = __getitem__ = _read
     __eq__ = __lt__ = __gt__ = __add__ = _read
-    __hash__ = None
     item = tolist = block_until_ready = any = all = sum = max = min = _read
 
 
@@ -126,18 +126,25 @@ def test_outstanding_rounds_hold_disjoint_slots(started):
         assert int(driver.state.store.held.sum()) == 2 * rows == len(leases[0] | leases[1])
         # Retiring the older round, with the next submission, leaves the newer one alone.
         newer = driver._outputs[-1].lease
-        version = np.asarray(driver.state.store.version)[np.asarray(newer.slots)]
-        counts = np.asarray(driver.state.store.count)[np.asarray(newer.slots)]
+        before = _references(driver.state.store, newer)
+        assert before["count"].any()
         driver.collect()
         driver.submit()
-        np.testing.assert_array_equal(
-            np.asarray(driver.state.store.version)[np.asarray(newer.slots)], version
-        )
-        np.testing.assert_array_equal(
-            np.asarray(driver.state.store.count)[np.asarray(newer.slots)], counts
+        jax.tree.map(
+            np.testing.assert_array_equal, _references(driver.state.store, newer), before
         )
         drained = driver.drain()
     assert int(drained.store.held.sum()) == 0
+
+
+def _references(store, lease):
+    """Copies of all that the store holds in the slots of a lease, by field."""
+    slots = np.asarray(lease.slots).ravel()
+    names = ("version", "held", "count", "positions", "mass", "base")
+    return {
+        name: jax.tree.map(lambda array: np.asarray(array)[slots], getattr(store, name))
+        for name in names
+    }
 
 
 @pytest.mark.parametrize("outstanding", [0, 1, 2])
@@ -264,13 +271,30 @@ def test_retiring_a_lease_outside_of_a_round_frees_it(load_gold):
 # Streaming -----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def order(monkeypatch):
+    """A list that gets "s" with each submission of a round and "c" with each collection."""
+    events = []
+    for name in ("submit", "collect"):
+        method = getattr(RoundDriver, name)
+
+        def noted(self, method=method, event=name[0]):
+            events.append(event)
+            return method(self)
+
+        monkeypatch.setattr(RoundDriver, name, noted)
+    return events
+
+
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_streamed_tokens_are_the_generated_ones(load_gold, kind, ahead):
+def test_streamed_tokens_are_the_generated_ones(load_gold, kind, ahead, order):
     gold, (options, want) = load_gold("mha"), kind
     if options["speculative"] is not None:
         speculative = slj.SpeculativeConfig(3, 3, max_outstanding_rounds=ahead)
         options = {**options, "speculative": speculative}
-    got, finished = [[], []], {}
+    elif ahead == 1:
+        pytest.skip("plain rounds are two ahead always")
+    got, finished, stats = [[], []], {}, None
     for chunk in slj.stream(
         gold.model(), _prompts(gold), max_new_tokens=32, eos_token_id=[], **options
     ):
@@ -280,8 +304,89 @@ def test_streamed_tokens_are_the_generated_ones(load_gold, kind, ahead):
             finished[chunk.index] = chunk.finish_reason
         else:
             assert chunk.finish_reason is None
+        assert stats is None
+        stats = chunk.stats
     assert got == want
     assert finished == {0: "length", 1: "length"}
+    # Two rounds are on their way before the first is read, or one after the other.
+    submitted, collected = order.count("s"), order.count("c")
+    assert "".join(order).startswith("ss" if ahead == 2 else "sc")
+    outstanding = np.cumsum([1 if event == "s" else -1 for event in order])
+    assert outstanding.max() == ahead
+    assert stats is not None  # of the last chunk alone
+    assert (stats.rounds, stats.discarded_rounds) == (collected, submitted - collected)
+    assert (stats.prompt_tokens, stats.generated_tokens) == (49, 64)
+    assert 0 <= stats.accepted <= stats.drafted
+    assert (stats.drafted > 0) == (options["speculative"] is not None)
+    assert (stats.reference_store_bytes > 0) == (options["sparse"] is not None)
+
+
+def test_the_stats_of_a_stream_are_those_of_generate(load_gold):
+    gold = load_gold("mha")
+    options = {
+        "max_new_tokens": 32,
+        "eos_token_id": [],
+        "sparse": slj.SparseDecodeConfig(key_retention=0.1),
+        "speculative": slj.SpeculativeConfig(3, 3),
+    }
+    want = vars(slj.generate(gold.model(), _prompts(gold), **options).stats)
+    *_, last = slj.stream(gold.model(), _prompts(gold), **options)
+    got = vars(last.stats)
+    assert got.keys() == want.keys()
+    measured = {"compile_seconds", "compilations", "prefill_seconds", "decode_seconds"}
+    measured |= {"tokens_per_second", "peak_bytes"}
+    assert got["implementations"] == want["implementations"]
+    other = {"implementations", "discarded_rounds", "reference_store_bytes"}  # twice the slots
+    for name in want.keys() - measured - other:
+        assert got[name] == pytest.approx(want[name], rel=1e-5), name
+    assert want["discarded_rounds"] == 0
+    assert got["reference_store_bytes"] >= want["reference_store_bytes"]
+
+
+def test_retained_mass_is_of_emitted_rows_alone(load_gold):
+    """Speculation runs rows that are refused; what it says of the others is the same."""
+    gold = load_gold("mha")
+    plain, speculated = (
+        list(
+            slj.stream(
+                gold.model(),
+                _prompts(gold),
+                max_new_tokens=32,
+                eos_token_id=[],
+                sparse=slj.SparseDecodeConfig(key_retention=0.1),
+                speculative=speculative,
+            )
+        )[-1].stats
+        for speculative in (None, slj.SpeculativeConfig(3, 3))
+    )
+    assert speculated.accepted < speculated.drafted
+    for name in ("retained_mass_mean", "retained_mass_min"):
+        np.testing.assert_allclose(
+            getattr(speculated, name), getattr(plain, name), rtol=1e-4, err_msg=name
+        )
+
+
+def test_retained_mass_is_the_golden_one(load_gold):
+    gold = load_gold("mha")
+    params, state, _ = slj.start(
+        gold.model(),
+        _prompts(gold),
+        max_new_tokens=32,
+        eos_token_id=[],
+        outstanding_rounds=2,
+        sparse=slj.SparseDecodeConfig(key_retention=0.1),
+    )
+    with RoundDriver(params, state) as driver:
+        rounds_ = []
+        for _ in range(4):
+            driver.submit()
+            rounds_.append(driver.collect().counters)
+    sparse = sum_counters(rounds_).sparse
+    source = gold.sparse(0.1)
+    want = np.stack([source[f"p{p}_s{s}_mass"] for p in range(2) for s in range(4)])
+    assert sparse.mass_rows == 8
+    np.testing.assert_allclose(sparse.mass_sum / 8, want.mean(axis=(0, 2)), rtol=1e-4)
+    np.testing.assert_allclose(sparse.mass_min, want.min(axis=(0, 2)), rtol=1e-4)
 
 
 def test_a_stream_stops_at_a_stop_token_and_wastes_one_round_at_most(
@@ -302,7 +407,8 @@ def test_a_stream_stops_at_a_stop_token_and_wastes_one_round_at_most(
     ids = [t for chunk in chunks for t in chunk.token_ids]
     assert ids == want[0][: want[0].index(stop) + 1]
     assert chunks[-1].finish_reason == "stop"
-    assert len(submitted) <= len(chunks) - 1 + 1  # the prompt's chunk, and one round dropped
+    # The first chunk is the prompt's; one round at most is dropped.
+    assert chunks[-1].stats.discarded_rounds == len(submitted) - (len(chunks) - 1) <= 1
 
 
 def test_leaving_a_stream_early_frees_everything(load_gold, kind):

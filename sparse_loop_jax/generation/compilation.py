@@ -1,9 +1,10 @@
-"""What JAX compiled, and for how long, while a block of code ran."""
+"""What JAX compiled, and for how long, while a block of code ran; and time without it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import jax
@@ -35,3 +36,18 @@ def count_compilations() -> Iterator[Compilations]:
         yield counted
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+class Clock:
+    """Wall seconds between laps, less what JAX spent compiling."""
+
+    def __init__(self, compiled: Compilations):
+        self._compiled = compiled
+        self._at = time.perf_counter()
+        self._compiling = compiled.seconds
+
+    def lap(self) -> float:
+        now, compiling = time.perf_counter(), self._compiled.seconds
+        seconds = (now - self._at) - (compiling - self._compiling)
+        self._at, self._compiling = now, compiling
+        return max(seconds, 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import jax
@@ -12,8 +11,8 @@ from sparse_loop_jax.decoding import references
 from sparse_loop_jax.decoding.config import SpeculativeConfig
 from sparse_loop_jax.decoding.device_loop import TokenBuffer, decode_tokens, empty_buffer
 from sparse_loop_jax.decoding.loops import implementations
-from sparse_loop_jax.generation.compilation import Compilations, count_compilations
-from sparse_loop_jax.generation.memory import peak_bytes
+from sparse_loop_jax.generation.compilation import Clock, count_compilations
+from sparse_loop_jax.generation.memory import explain_exhaustion, peak_bytes
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.generation.outputs import GenerateOutput, GenerateStats
 from sparse_loop_jax.generation.progress import Progress, on_terminal
@@ -108,13 +107,17 @@ def generate(
     prompt_tokens = sum(len(r.prompt) for r in requests)
     new_tokens = sum(r.max_new_tokens for r in requests)
 
-    with count_compilations() as compiled, Progress(watched, prompt_tokens, new_tokens) as bar:
+    with (
+        count_compilations() as compiled,
+        explain_exhaustion(plan),
+        Progress(watched, prompt_tokens, new_tokens) as bar,
+    ):
         params = model.params
         state = initial_state(plan, outstanding_rounds=1)
         kv_bytes = state.cache.nbytes
         store_bytes = 0 if state.store is None else state.store.nbytes
         buffer = empty_buffer(state, sizes.max_new_tokens)
-        clock = _Clock(compiled)
+        clock = Clock(compiled)
         state, firsts = run_prompts(params, state, requests, bar.prefilled)
         for emitted in firsts:
             buffer = _append(buffer, *emitted)
@@ -163,21 +166,4 @@ def generate(
 
 
 _append = jax.jit(TokenBuffer.append)
-
-
 _add = jax.jit(references.add_counters)
-
-
-class _Clock:
-    """Wall seconds between laps, less what JAX spent compiling."""
-
-    def __init__(self, compiled: Compilations):
-        self._compiled = compiled
-        self._at = time.perf_counter()
-        self._compiling = compiled.seconds
-
-    def lap(self) -> float:
-        now, compiling = time.perf_counter(), self._compiled.seconds
-        seconds = (now - self._at) - (compiling - self._compiling)
-        self._at, self._compiling = now, compiling
-        return max(seconds, 0.0)

@@ -1,9 +1,13 @@
-"""What `generate` returns."""
+"""What `generate` returns, and the counts that a stream ends with."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.decoding.state import RoundCounters
@@ -15,13 +19,16 @@ class GenerateStats:
 
     Attributes:
       prompt_tokens, generated_tokens: over all requests.
-      prefill_seconds, decode_seconds: wall time, compilation taken out.
+      prefill_seconds, decode_seconds: wall time, compilation taken out. A stream's hold
+        what its reader did between two chunks, too.
       tokens_per_second: tokens of the decode loop over its seconds; 0 if it did not run.
       compile_seconds, compilations: what JAX compiled during the call.
       kv_cache_bytes, reference_store_bytes: as allocated.
       peak_bytes: of the first device since the process began; None where it is not known.
       implementations: what served each op of the decode loop, by the op's name.
       rounds: steps of the decode loop; one token each without speculation.
+      discarded_rounds: of a stream, rounds that were submitted ahead and not read, because
+        every request had finished before them; no other count has them.
       drafted, accepted: drafted tokens offered, and those that were emitted.
       acceptance_by_position: accepted / drafted at each place of a round; None where
         nothing was drafted.
@@ -31,8 +38,9 @@ class GenerateStats:
       captured_rows, consumed_rows: (row, layer, loop) that captured or consumed references.
       keys_read, keys_dense: keys a head attended to, over decoded rows and all loops, and
         what dense attention would have read.
-      retained_mass_mean, retained_mass_min: attention mass of the kept keys, per layer, over
-        emitted rows and heads; empty when dense.
+      retained_mass_mean, retained_mass_min: attention mass of the kept keys in the loop that
+        chose them, per layer, over emitted rows and heads; empty when dense. The mass that
+        the same keys have in later loops is what `sparse-loop evaluate` measures.
     """
 
     prompt_tokens: int
@@ -47,6 +55,7 @@ class GenerateStats:
     peak_bytes: int | None
     implementations: dict[str, str]
     rounds: int
+    discarded_rounds: int
     drafted: int
     accepted: int
     acceptance_by_position: list[float | None]
@@ -61,7 +70,12 @@ class GenerateStats:
 
     @classmethod
     def from_counters(
-        cls, counters: RoundCounters, spec: DecodeSpec, **measured: Any
+        cls,
+        counters: RoundCounters,
+        spec: DecodeSpec,
+        *,
+        discarded_rounds: int = 0,
+        **measured: Any,
     ) -> GenerateStats:
         """The stats of rounds counted on the device (`counters` read to the host)."""
         loops_run, loops_skipped = counters.loops(spec)
@@ -72,6 +86,7 @@ class GenerateStats:
             mean, least = (sparse.mass_sum / rows).tolist(), sparse.mass_min.tolist()
         return cls(
             rounds=int(counters.rounds),
+            discarded_rounds=discarded_rounds,
             drafted=sum(drafted),
             accepted=sum(accepted),
             acceptance_by_position=[
@@ -87,6 +102,16 @@ class GenerateStats:
             retained_mass_min=least,
             **measured,
         )
+
+
+def sum_counters(rounds: Sequence[RoundCounters]) -> RoundCounters:
+    """Rounds counted as one, on the host: `references.add_counters` without a device."""
+    total = jax.tree.map(lambda *each: np.sum(each, axis=0), *rounds)
+    sparse = [each.sparse for each in rounds if each.sparse is not None]
+    if not sparse:
+        return total
+    least = np.min([each.mass_min for each in sparse], axis=0)
+    return dataclasses.replace(total, sparse=dataclasses.replace(total.sparse, mass_min=least))
 
 
 @dataclasses.dataclass(frozen=True)
