@@ -110,9 +110,19 @@ def test_malformed_cases_are_refused(text):
         (["--shape", "huge"], "shape must be one of"),
         (["--steps", "0"], "steps and repeats must be >= 1"),
         (["--repeats", "0"], "steps and repeats must be >= 1"),
+        (["--json", "/no/directory/x.json"], "--json /no/directory/x.json: no such directory"),
+        (["--device-file", "/no/x.json"], "--device-file /no/x.json: no such directory"),
+        (["--retentions", "abc"], "--retentions are numbers like 1,0.5,0.1, got 'abc'"),
+        (["--retentions", "0.5,,1"], "--retentions are numbers like 1,0.5,0.1, got ''"),
+        (["--retentions", "0.1,1.5"], "--retentions must be in (0, 1], got 1.5"),
+        (["--retentions", "0"], "--retentions must be in (0, 1], got 0"),
     ],
 )
-def test_bad_arguments_are_one_line(arguments, message, capsys):
+def test_bad_arguments_are_one_line(arguments, message, capsys, monkeypatch):
+    def allocates(*_):
+        raise AssertionError("weights before complaints")
+
+    monkeypatch.setattr("sparse_loop_jax.bench.decode.random_params", allocates)
     assert main(["bench", "decode", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
+import jax
 import pytest
 
 import sparse_loop_jax as slj
@@ -122,6 +124,10 @@ def test_text_without_a_tokenizer_is_refused(load_gold, capsys, monkeypatch):
         ([PROMPT, "--adaptive"], "need --speculative-tokens"),
         ([PROMPT, "And", "--stream"], "--stream prints one text at a time, got 2 prompts"),
         ([PROMPT, "--retention", "0"], "key_retention must be a number in (0, 1], got 0.0"),
+        (
+            [PROMPT, "--speculative-tokens", "1000000000"],
+            "num_speculative_tokens must be below the model's context of 512 tokens",
+        ),
         ([PROMPT, "--speculative-tokens", "0"], "num_speculative_tokens must be an integer"),
         (
             [PROMPT, "--speculative-tokens", "2", "--draft-loops", "4"],
@@ -145,6 +151,47 @@ def test_complaints_are_one_line_and_status_2(ascii_checkpoint, arguments, messa
     assert err.startswith("sparse-loop: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [[], BOTH])
+def test_a_device_without_memory_is_one_line(ascii_checkpoint, capsys, monkeypatch, flags):
+    def exhausted(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 5 bytes.\nMore")
+
+    module = importlib.import_module("sparse_loop_jax.generation.generate")
+    monkeypatch.setattr(module, "run_prompts", exhausted)
+    command = ["generate", PROMPT, "--model", str(ascii_checkpoint), "--max-new-tokens", "9"]
+    assert main([*command, *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("sparse-loop: error: out of memory: Out of memory: 5 bytes.; planned")
+    assert err.count("\n") == 1
+    # What the same call allocates where there is memory.
+    monkeypatch.undo()
+    assert main([*command, *flags, "--stats"]) == 0
+    stats = json.loads(capsys.readouterr().out.split("\n\n", maxsplit=1)[1])
+    assert f"{stats['kv_cache_bytes']:,} bytes of K/V" in err
+    assert f"and {stats['reference_store_bytes']:,} of sparse references" in err
+    assert ("lower num_speculative_tokens" in err) is bool(flags)
+
+
+def test_other_errors_of_the_device_keep_their_traceback(monkeypatch):
+    def broken(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    monkeypatch.setattr("sparse_loop_jax.load", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        main(["generate", PROMPT])
+
+
+def test_a_host_without_memory_is_one_line(monkeypatch, capsys):
+    def exhausted(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("sparse_loop_jax.load", exhausted)
+    assert main(["generate", PROMPT]) == 2
+    assert capsys.readouterr().err == (
+        "sparse-loop: error: out of memory: the host has no more\n"
+    )
 
 
 def test_a_missing_checkpoint(tmp_path, capsys):

@@ -226,6 +226,22 @@ def test_variants_run_and_differ_from_the_method(load_gold, config):
     assert np.abs(results[0] - results[1]).max() > 1e-3
 
 
+def test_the_oracle_counts_as_reading_every_key(load_gold):
+    gold = load_gold("mha")
+    config = _config(0.25, mass_scaling="oracle")
+    params, state, _ = slj.start(
+        gold.model(), _prompts(gold), max_new_tokens=9, eos_token_id=[], sparse=config
+    )
+    _, output = slj.decode_step(params, state, slj.no_lease(state))
+    counted = output.counters.sparse
+    assert int(counted.keys_read) == int(counted.keys_dense) == 4 * _keys_seen(gold)
+
+
+def _keys_seen(gold) -> int:
+    """Keys that the first decoded rows of both prompts see."""
+    return sum(len(prompt) + 1 for prompt in _prompts(gold))
+
+
 @pytest.mark.parametrize("variant", ["joint", "adjacent"])
 def test_every_variant_is_dense_attention_when_all_keys_are_kept(
     load_gold, variant, monkeypatch

@@ -42,12 +42,27 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None: those of the process.
 
     Returns:
-      The exit status: 0, or 2 after a complaint about files or values, on one line of
-      standard error. Anything else is a bug, and keeps its traceback.
+      The exit status: 0, or 2 after a complaint about files, values or the device's memory,
+      on one line of standard error. Anything else is a bug, and keeps its traceback.
     """
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
-        print(f"sparse-loop: error: {error}", file=sys.stderr)
-        return 2
+        return _complain(str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _complain(_out_of_memory(error))
+
+
+def _complain(message: str) -> int:
+    print(f"sparse-loop: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _out_of_memory(error: BaseException) -> str:
+    """One line of what JAX said, and of what the library had planned where it knows."""
+    said = next(iter(str(error).splitlines()), "") or "the host has no more"
+    plans = getattr(error, "__notes__", [])
+    return "; ".join(["out of memory: " + said.removeprefix("RESOURCE_EXHAUSTED: "), *plans])

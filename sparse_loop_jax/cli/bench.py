@@ -8,6 +8,7 @@ import functools
 import re
 
 from sparse_loop_jax.cli import bench_serve
+from sparse_loop_jax.cli.evaluate import check_directory, parse_retentions
 
 HELP = "measure decoding and its attention, against the bytes they must move; tune kernels"
 
@@ -48,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = args.cases or _DEFAULT_CASES[args.benchmark]
     cases = parse_cases(text) if text else []
-    retentions = [float(r) for r in args.retentions.split(",") if r]
+    retentions = parse_retentions(args.retentions) if args.retentions else []
+    for retention in retentions:
+        if not 0 < retention <= 1:
+            raise ValueError(f"--retentions must be in (0, 1], got {retention:g}")
+    check_directory("json", args.json)
+    check_directory("device-file", args.device_file)
     if args.steps < 1 or args.repeats < 1:
         raise ValueError(f"steps and repeats must be >= 1, got {args.steps}, {args.repeats}")
 

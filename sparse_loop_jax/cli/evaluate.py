@@ -46,10 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     retentions = parse_retentions(args.retentions)
-    for option in ("json", "plot"):
-        path = getattr(args, option)
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"--{option} {path}: no such directory")
+    check_directory("json", args.json)
+    check_directory("plot", args.plot)
     if args.questions is not None and args.questions < 1:
         raise ValueError(f"questions must be at least 1, got {args.questions}")
     text, tasks, names = _read_inputs(args)
@@ -92,6 +90,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_directory(option: str, path: str | None) -> None:
+    """Raises ValueError if a file that is to be written has no directory to be in."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--{option} {path}: no such directory")
+
+
 def parse_retentions(text: str) -> list[float]:
     """ "1,0.5" to [1.0, 0.5]; ranges are `evaluate`'s to check.
 
@@ -101,7 +105,7 @@ def parse_retentions(text: str) -> list[float]:
     values = []
     for part in text.split(","):
         if not re.fullmatch(r"\s*\d*\.?\d+(e-?\d+)?\s*", part):
-            raise ValueError(f"retentions are numbers like 1,0.5,0.1, got {part!r}")
+            raise ValueError(f"--retentions are numbers like 1,0.5,0.1, got {part!r}")
         values.append(float(part))
     return values
 

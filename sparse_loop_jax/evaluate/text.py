@@ -270,7 +270,9 @@ def kv_bytes(
 
 def _keys_by_loop(config: SparseDecodeConfig, lengths, model: OuroConfig) -> list[int]:
     counts = retained_counts(config.key_retention, int(lengths.max()))
+    # The true mass of the kept keys takes the scores of them all.
+    kept = lengths if config.mass_scaling == "oracle" else counts[lengths]
     return [
-        int((counts[lengths] if mode == CONSUME else lengths).sum(dtype=np.int64))
+        int((kept if mode == CONSUME else lengths).sum(dtype=np.int64))
         for mode in config.modes(model.total_ut_steps)
     ]

@@ -12,7 +12,7 @@ from sparse_loop_jax.decoding.config import SpeculativeConfig
 from sparse_loop_jax.decoding.device_loop import TokenBuffer, decode_tokens, empty_buffer
 from sparse_loop_jax.decoding.loops import implementations
 from sparse_loop_jax.generation.compilation import Clock, count_compilations
-from sparse_loop_jax.generation.memory import peak_bytes
+from sparse_loop_jax.generation.memory import explain_exhaustion, peak_bytes
 from sparse_loop_jax.generation.options import Options
 from sparse_loop_jax.generation.outputs import GenerateOutput, GenerateStats
 from sparse_loop_jax.generation.progress import Progress, on_terminal
@@ -107,7 +107,11 @@ def generate(
     prompt_tokens = sum(len(r.prompt) for r in requests)
     new_tokens = sum(r.max_new_tokens for r in requests)
 
-    with count_compilations() as compiled, Progress(watched, prompt_tokens, new_tokens) as bar:
+    with (
+        count_compilations() as compiled,
+        explain_exhaustion(plan),
+        Progress(watched, prompt_tokens, new_tokens) as bar,
+    ):
         params = model.params
         state = initial_state(plan, outstanding_rounds=1)
         kv_bytes = state.cache.nbytes

@@ -33,6 +33,30 @@ class Plan:
     sizes: Sizes
     spec: DecodeSpec
 
+    @property
+    def span(self) -> int:
+        """Tokens that a request's page table has room for."""
+        return self.sizes.max_pages * self.options.page_size
+
+    @property
+    def capacity(self) -> int:
+        """Kept keys per head that the store has room for; 0 where there is no store."""
+        sparse = self.options.sparse
+        if self.spec.sparse is None or sparse is None:
+            return 0
+        # A bucket too: other retentions of a like size find the same program.
+        return sparse.capacity or power_of_two(sparse.keys_kept(self.span))
+
+    def bytes(self) -> tuple[int, int]:
+        """Of the K/V pages, and of the references of one round."""
+        config, sizes, sparse = self.model.config, self.sizes, self.options.sparse
+        token = config.kv_bytes_per_token(self.model.dtype.itemsize) // config.total_ut_steps
+        kv = sizes.num_pages * self.options.page_size * token
+        if self.spec.sparse is None or sparse is None:
+            return kv, 0
+        slots = sizes.batch * self.spec.rows
+        return kv, reference_store.nbytes_for(sparse, config, slots, self.capacity, self.span)
+
 
 def plan_call(model: Ouro, prompts: str | Sequence, options: Options) -> Plan:
     """Checks everything that can be wrong with a call.
@@ -101,15 +125,12 @@ def _reference_store(plan: Plan, outstanding_rounds: int):
     sparse = plan.options.sparse
     if plan.spec.sparse is None or sparse is None:
         return None, None
-    span = plan.sizes.max_pages * plan.options.page_size
-    counts = retained_counts(sparse.key_retention, span)
-    # A bucket too: other retentions of a like size find the same program.
-    capacity = sparse.capacity or power_of_two(int(counts[-1]))
+    counts = retained_counts(sparse.key_retention, plan.span)
     store = reference_store.create(
         plan.model.config,
         slots=outstanding_rounds * plan.sizes.batch * plan.spec.rows,
-        capacity=capacity,
-        max_tokens=span,
+        capacity=plan.capacity,
+        max_tokens=plan.span,
     )
     return store, jnp.asarray(counts)
 
