@@ -130,11 +130,11 @@ def test_versions_that_do_not_fit_are_a_reason_too(door, monkeypatch, tmp_path):
 def test_a_call_speaks_to_either_version(door, monkeypatch, version):
     calls = []
 
-    def of_0_3(*args, out_shape, **options):
-        calls.append((args, out_shape, options))
+    def of_0_3(*args, out_shape, enable_fp_fusion, **options):
+        calls.append((args, out_shape, enable_fp_fusion, options))
 
-    def of_0_4(*args, out_type, **options):
-        calls.append((args, out_type, options))
+    def of_0_4(*args, out_type, backend_options, **options):
+        calls.append((args, out_type, backend_options["enable_fp_fusion"], options))
 
     function = {"0.3": of_0_3, "0.4": of_0_4}[version]
     module = types.ModuleType("jax_triton")
@@ -147,6 +147,7 @@ def test_a_call_speaks_to_either_version(door, monkeypatch, version):
         (
             (1, 2),
             out,
+            True,
             {
                 "kernel": "kernel",
                 "grid": (4,),

@@ -112,8 +112,11 @@ def call(
         run = functools.partial(_interpret, kernel, grid, out_shape, constants)
         return jax.pure_callback(run, out_shape, *args)
     jax_triton = _import("jax_triton")
-    # Named so since 0.4.
-    modern = "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    if "out_type" in inspect.signature(jax_triton.triton_call).parameters:  # since 0.4
+        # Said aloud, because Triton warns of a default that is to change.
+        options = {"out_type": out_shape, "backend_options": {"enable_fp_fusion": True}}
+    else:
+        options = {"out_shape": out_shape, "enable_fp_fusion": True}
     return jax_triton.triton_call(
         *args,
         kernel=kernel,
@@ -122,7 +125,7 @@ def call(
         num_stages=num_stages,
         compute_capability=_capability.get(),
         name=name,
-        **{"out_type" if modern else "out_shape": out_shape},
+        **options,
         **constants,
     )
 
