@@ -47,10 +47,11 @@ hypothesis.settings.load_profile("default")
 GOLD = Path(__file__).parent / "gold"
 
 
-# Each program for the CPU holds up to some seventy memory mappings, and a process may have
-# 65,530 of them (Linux, `vm.max_map_count`). At the limit, LLVM ends the process.
-_MOST_PROGRAMS = 700
-_programs = 0
+# A program for the CPU holds hundreds of memory mappings, and a process may have 65,530 of them
+# (Linux, `vm.max_map_count`). At the limit, LLVM ends the process.
+_MOST_MAPPINGS = 30_000
+_MAPPINGS = Path("/proc/self/maps")
+_programs = 0  # compiled since the mappings were last counted
 
 
 def _count_programs(event: str, duration_secs: float, **kwargs):
@@ -62,10 +63,8 @@ jax.monitoring.register_event_duration_secs_listener(_count_programs)
 
 
 def _drop_programs():
-    global _programs
     jax.clear_caches()
     gc.collect()
-    _programs = 0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,10 +76,13 @@ def _programs_of_a_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _programs_of_a_test() -> Iterator[None]:
-    """Frees what a file compiled where it is much, as the slow tests do."""
+    """Frees what was compiled where it is very much, as by the slow tests."""
+    global _programs
     yield
-    if _programs > _MOST_PROGRAMS:
-        _drop_programs()
+    if _programs > 20 and _MAPPINGS.exists():
+        _programs = 0
+        if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+            _drop_programs()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
