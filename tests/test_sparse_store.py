@@ -164,13 +164,16 @@ def test_an_empty_lease_frees_and_refuses_nothing():
 # Ownership -----------------------------------------------------------------------------
 
 
-def stale_capture_after_reuse():
-    """A reserves and releases, B gets the same slot, A's old plan captures."""
+def stale_capture_after_reuse(place: int = 0):
+    """A reserves and releases, B gets the same slot, A's old plan captures.
+
+    B is the request at `place` of the batch; A is at 0.
+    """
     store, a = take(new_store(), 1)
     old = plan_all(store, a)
     store, _ = capture(store, old, 1)
     store, _ = release(store, a)
-    store, b = take(store, 1)
+    store, b = take(store, *[0] * place, 1)
     assert slots_of(a) == slots_of(b)
     store, _ = capture(store, plan_all(store, b), 2)
     after, refused = capture(store, old, 3)
@@ -181,12 +184,13 @@ def stale_capture_after_reuse():
     return after, a, b
 
 
-def test_an_earlier_owner_can_neither_write_nor_read():
+@pytest.mark.parametrize("place", range(BATCH))
+def test_an_earlier_owner_can_neither_write_nor_read(place):
     """B may be another request or the same one again: the store knows leases only."""
-    store, _, b = stale_capture_after_reuse()
+    store, _, b = stale_capture_after_reuse(place)
     reference, refused = consume(store, plan_all(store, b), 1)
     assert not refused.any()
-    assert float(reference.base[0, 0].min()) == 2.0
+    assert float(reference.base[place, 0].min()) == 2.0
 
 
 def test_the_case_sees_a_version_that_is_ignored(monkeypatch):
@@ -303,8 +307,9 @@ def test_accepted_rows_and_the_root_survive(accepted):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(store, name))
 
 
-def test_acceptance_with_a_stale_lease_changes_nothing():
-    store, a, _ = stale_capture_after_reuse()
+@pytest.mark.parametrize("place", range(BATCH))
+def test_acceptance_with_a_stale_lease_changes_nothing(place):
+    store, a, _ = stale_capture_after_reuse(place)
     assert_same(accept(store, a, jnp.int32([0, 0])), store)
 
 
