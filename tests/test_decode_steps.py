@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import sparse_loop_jax as slj
+from sparse_loop_jax.decoding.device_loop import decode_tokens, empty_buffer
 from sparse_loop_jax.decoding.loops import Rows, run_loops
 from sparse_loop_jax.kernels.paged_attention.xla import gather_pages
 
@@ -58,9 +61,11 @@ def test_each_loop_has_the_golden_state(gold):
 
 def test_what_lies_beyond_a_request_is_never_read(gold):
     params, state, _ = _start(gold)
-    clean, _ = slj.decode_step(params, jax.tree.map(jnp.copy, state), slj.no_lease(state))
-    poisoned, output = slj.decode_step(params, _poison_unused(state), slj.no_lease(state))
+    lease = slj.no_lease(state)
+    clean, want = slj.decode_step(params, jax.tree.map(jnp.copy, state), lease)
+    poisoned, output = slj.decode_step(params, _poison_unused(state), lease)
     assert not np.isnan(output.logits).any()
+    np.testing.assert_array_equal(output.logits, want.logits)
     assert clean.token.tolist() == poisoned.token.tolist()
     for row, name in enumerate(("p0", "p1")):
         assert output.tokens[row, 0] == gold.dense[f"{name}_gen_tokens"][1]
@@ -88,13 +93,14 @@ def _poison_unused(state):
 
 @pytest.mark.parametrize("loop", range(4))
 @pytest.mark.parametrize("layer", range(2))
-def test_every_plane_is_read(load_gold, loop, layer):
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_every_plane_is_read(load_gold, name, loop, layer):
     gold = load_gold("mha")
     params, state, _ = _start(gold)
     pages = state.cache.page_table[0, loop, :1]
-    keys = list(state.cache.keys)
-    keys[layer] = keys[layer].at[pages].set(jnp.nan)
-    cache = dataclasses.replace(state.cache, keys=tuple(keys))
+    pools = list(getattr(state.cache, name))
+    pools[layer] = pools[layer].at[pages].set(jnp.nan)
+    cache = dataclasses.replace(state.cache, **{name: tuple(pools)})
     _, output = slj.decode_step(
         params, dataclasses.replace(state, cache=cache), slj.no_lease(state)
     )
@@ -124,34 +130,73 @@ def test_permuted_pages_change_nothing(gold):
     np.testing.assert_array_equal(got.logits, want.logits)
 
 
-def test_a_step_copies_no_pool(load_gold):
-    gold = load_gold("mha")
-    params, state, _ = _start(gold)
-    compiled = slj.decode_step.lower(params, state, slj.no_lease(state)).compile()
-    shape = ",".join(map(str, state.cache.keys[0].shape))
-    copies = [
-        line
-        for line in compiled.as_text().splitlines()
-        if f"f32[{shape}]" in line.split("=")[-1].split("(")[0] and " copy(" in line
-    ]
-    assert copies == []
-    analysis = compiled.memory_analysis()
-    assert analysis.alias_size_in_bytes >= state.cache.nbytes
+def _one_layer(gold) -> slj.Ouro:
+    """The golden model's first layer, which compiles in half the time."""
+    config = dataclasses.replace(gold.config, num_hidden_layers=1)
+    return slj.Ouro(
+        config, params=dataclasses.replace(gold.params, layers=gold.params.layers[:1])
+    )
 
 
-def test_the_cost_of_a_step_does_not_grow_with_the_pool(load_gold):
-    gold = load_gold("mha")
-    params, state, _ = _start(gold)
+@pytest.fixture(scope="module", params=["decode_step", "decode_tokens"])
+def compiled_step(request, load_gold):
+    """A plain dense step, and the whole device loop of sparse speculation.
 
-    def flops_and_temporaries(pages):
+    A state, and a function from the number of pages of each pool to the compiled program.
+    """
+    gold, options = load_gold("mha"), {}
+    if request.param == "decode_tokens":
+        options["sparse"] = slj.SparseDecodeConfig(key_retention=0.25)
+        options["speculative"] = slj.SpeculativeConfig(2, draft_loops=1)
+    prompts = [gold.dense["p0_input_ids"].tolist(), gold.dense["p1_input_ids"].tolist()]
+    params, state, _ = slj.start(
+        _one_layer(gold), prompts, max_new_tokens=32, eos_token_id=[], **options
+    )
+
+    @functools.cache
+    def compiled(pages):
         shape = (pages, *state.cache.keys[0].shape[1:])
         pools = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for _ in state.cache.keys)
         cache = dataclasses.replace(state.cache, keys=pools, values=pools)
-        grown = dataclasses.replace(state, cache=cache)
-        compiled = slj.decode_step.lower(params, grown, slj.no_lease(state)).compile()
-        return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
+        grown, lease = dataclasses.replace(state, cache=cache), slj.no_lease(state)
+        if request.param == "decode_step":
+            return slj.decode_step.lower(params, grown, lease).compile()
+        buffer = empty_buffer(state, 32)
+        return decode_tokens.lower(params, grown, buffer, lease, jnp.int32(32)).compile()
 
-    assert flops_and_temporaries(64) == flops_and_temporaries(4096)
+    return state, compiled
+
+
+@pytest.mark.parametrize("line", ["copy(f32[64,4,16,16] %p)", "copy-start(f32[64,4,16,16] %p)"])
+def test_a_copy_of_a_pool_would_be_seen(line):
+    line = f'  %c = f32[64,4,16,16]{{3,2,1,0}} {line}, metadata={{op_name="a=b"}}'
+    assert _copies(line, (64, 4, 16, 16)) == [line]
+    assert _copies(line, (64, 4, 16, 8)) == []
+
+
+def _copies(text: str, shape: tuple[int, ...]) -> list[str]:
+    """Lines of a compiled program that copy an array of this shape."""
+    dims = ",".join(map(str, shape))
+    copy = re.compile(rf"\[{dims}\]\S* copy(-start)?\(")
+    return [line for line in text.splitlines() if copy.search(line)]
+
+
+def test_a_step_copies_no_pool(compiled_step):
+    state, compiled = compiled_step
+    program = compiled(64)
+    shape = (64, *state.cache.keys[0].shape[1:])
+    assert f"f32[{','.join(map(str, shape))}]" in program.as_text()
+    assert _copies(program.as_text(), shape) == []
+    pools = 2 * 4 * int(np.prod(shape))
+    assert program.memory_analysis().alias_size_in_bytes >= pools
+
+
+def test_the_cost_of_a_step_does_not_grow_with_the_pool(compiled_step):
+    _, compiled = compiled_step
+    few, many = compiled(64), compiled(4096)
+    assert few.cost_analysis()["flops"] == many.cost_analysis()["flops"]
+    temporaries = [p.memory_analysis().temp_size_in_bytes for p in (few, many)]
+    assert temporaries[0] == temporaries[1]
 
 
 def test_ouro_1_4b_decodes_abstractly():
