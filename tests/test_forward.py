@@ -27,6 +27,10 @@ SMALL = OuroConfig(
     total_ut_steps=3,
 )
 
+# The most that the published code in bfloat16 is away from its own float32 logits of the last
+# loop, over both models and prompts of the gold (the 0.45 of its README; logits span +-10).
+PUBLISHED_BF16_ERROR = 0.4505
+
 
 @pytest.fixture
 def outputs(gold):
@@ -85,10 +89,10 @@ class TestGold:
         published = gold.dense[f"{prompt}_bf16_logits"][-1]
         got = np.asarray(out.loop_logits()[0])
 
-        # The published code itself is up to 0.4504 away from its own float32 logits. Which
-        # of two neighbours a bfloat16 sum falls on depends on the order of its terms, hence
-        # a few per cent more; the mean square is the steadier measure.
-        assert np.abs(got - exact).max() < 0.45 * 1.05
+        # Which of two neighbours a bfloat16 sum falls on depends on the order of its terms,
+        # hence a few per cent more; the mean square is the steadier measure.
+        assert np.abs(published - exact).max() <= PUBLISHED_BF16_ERROR
+        assert np.abs(got - exact).max() < 1.05 * PUBLISHED_BF16_ERROR
 
         def rms(x):
             return np.sqrt(np.mean(x**2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 import sparse_loop_jax as slj
 from sparse_loop_jax.generation import buckets
 from sparse_loop_jax.generation.options import Options
+
+generate_module = importlib.import_module("sparse_loop_jax.generation.generate")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,57 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(bundled):
     for prompt, ids in zip(prompts, together.token_ids, strict=True):
         alone = slj.generate(bundled, [prompt], max_new_tokens=12, eos_token_id=[])
         assert alone.token_ids == [ids]
+    logits = _second_logits(bundled, prompts)
+    for row in (0, 3):
+        alone = _second_logits(bundled, [prompts[row]])
+        # Of about 12: a few units of the last place, as sums of other shapes differ.
+        np.testing.assert_allclose(logits[row], alone[0], atol=3e-5, rtol=0)
+
+
+def _second_logits(model, prompts) -> np.ndarray:
+    """What the second token of each prompt is read from, `[B, vocab]`."""
+    params, state, _ = slj.start(model, prompts, max_new_tokens=12, eos_token_id=[])
+    _, output = slj.decode_step(params, state, slj.no_lease(state))
+    return np.asarray(output.logits[:, 0])
+
+
+def test_who_watches_gets_the_same(ascii_checkpoint, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the captured stream for a terminal
+    model = slj.load(ascii_checkpoint)
+    options = {
+        "max_new_tokens": 40,
+        "eos_token_id": [],
+        "sparse": slj.SparseDecodeConfig(key_retention=0.25),
+        "speculative": slj.SpeculativeConfig(1, draft_loops=1),
+    }
+    prompts = [[70, 71, 72], list(range(40, 80))]
+    alone = slj.generate(model, prompts, progress=False, **options)
+    assert capsys.readouterr() == ("", "")
+    watched = slj.generate(model, prompts, progress=True, **options)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "generate" in err
+    assert "80/80" in err
+    assert watched.stats.rounds > generate_module._WATCHED_ROUNDS  # more than one stretch
+    assert watched.token_ids == alone.token_ids
+    assert [len(ids) for ids in watched.token_ids] == [40, 40]
+    for name, value in vars(alone.stats).items():
+        if "second" not in name and name not in ("compilations", "peak_bytes"):
+            # Sums of floats are taken stretch by stretch.
+            value = pytest.approx(value, rel=1e-6) if "mass" in name else value
+            assert getattr(watched.stats, name) == value, name
+
+
+def test_the_weights_are_split_once_a_call(model, monkeypatch):
+    split, calls = slj.Ouro.params, []
+
+    def counting(self):
+        calls.append(1)
+        return split.__get__(self)
+
+    monkeypatch.setattr(slj.Ouro, "params", property(counting))
+    slj.generate(model, [[1, 2, 3]], max_new_tokens=4)
+    assert len(calls) == 1
 
 
 def test_a_sampled_request_draws_what_it_would_alone(model):
