@@ -15,6 +15,7 @@ class SpeculativeConfig:
 
     Attributes:
       num_speculative_tokens: K, tokens drafted in a round; with `adaptive`, at most so many.
+        Below the model's context.
       draft_loops: loops of the draft, 1 to D - 1.
       max_outstanding_rounds: rounds submitted before the oldest is read (`stream` and the
         engine); 1 waits for each.

@@ -64,14 +64,16 @@ def generate(
       top_k: keep only the k most probable tokens; None keeps all.
       top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
       seed: of the draws. A prompt draws the same whatever else is in the batch; equal
-        prompts in one call draw differently, the first as it would alone.
+        prompts in one call draw differently, the first as it would alone. A draw's noise is
+        of the seed and its position, so that different prompts of one seed have the same
+        noise at equal positions: for independent samples, call with other seeds.
       eos_token_id: stop token or tokens; None: the checkpoint's; [] never stops.
       exit_threshold: summed exit probability at which a token leaves the loops; None: the
         checkpoint's; 1.0 never. Later loops find its K/V of the last one it ran. Prompts run
         every loop; the first token is read from the loop at which the last of them leaves.
       min_loops: the gate decides from this loop on, counted from 1.
       max_loops: a token leaves after so many loops whatever the gate says; None: all.
-      page_size: tokens in a page of the cache, a power of two.
+      page_size: tokens in a page of the cache, a power of two, at most the context.
       implementation: of the attention ops, "xla" or "pallas": that one runs or the call
         fails. None chooses by platform. "xla" takes XLA's matrix products as well, which
         are otherwise chosen by dtype and number of rows.

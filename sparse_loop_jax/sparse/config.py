@@ -36,6 +36,8 @@ class SparseDecodeConfig:
       capacity: kept keys per head that the store has room for; None: what the longest
         context needs.
 
+    NumPy's numbers become Python's; a float32 of 0.1 means 0.1.
+
     Raises:
       ValueError: a value is out of range.
     """
