@@ -13,10 +13,12 @@ import pytest
 import sparse_loop_jax as slj
 from sparse_loop_jax.decoding.acceptance import accept_greedy, accept_sampled, draft_tokens
 from sparse_loop_jax.decoding.adaptive import new_history
+from sparse_loop_jax.decoding.device_loop import decode_tokens, empty_buffer
 from sparse_loop_jax.decoding.speculative import RoundHooks
 from sparse_loop_jax.decoding.state import RequestParams
 
-KS, DRAFTS, RETENTIONS, BUDGETS = (
+MODELS, KS, DRAFTS, RETENTIONS, BUDGETS = (
+    ("mha", "gqa"),
     (1, 2, 3, 4, 8),
     (1, 2, 3),
     (None, 1.0, 0.25, 0.1, 0.02),
@@ -41,16 +43,17 @@ def _sparse(retention):
 
 def _pairwise():
     """Few combinations in which every pair of values occurs."""
-    axes = (KS, DRAFTS, RETENTIONS, BUDGETS)
+    axes = (MODELS, KS, DRAFTS, RETENTIONS, BUDGETS)
+    places = range(len(axes))
     wanted = {
         (i, a, j, b)
-        for i, j in itertools.combinations(range(4), 2)
+        for i, j in itertools.combinations(places, 2)
         for a in axes[i]
         for b in axes[j]
     }
 
     def pairs(case):
-        return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(4), 2)}
+        return {(i, case[i], j, case[j]) for i, j in itertools.combinations(places, 2)}
 
     cases = []
     while wanted:
@@ -78,14 +81,9 @@ def _check(gold, k, draft_loops, retention, budget):
         assert out.stats.consumed_rows > 0
 
 
-@pytest.mark.parametrize(("k", "draft_loops", "retention", "budget"), _pairwise())
-def test_speculation_gives_the_plain_tokens(load_gold, k, draft_loops, retention, budget):
-    _check(load_gold("mha"), k, draft_loops, retention, budget)
-
-
-def test_speculation_gives_the_plain_tokens_with_grouped_heads(load_gold):
-    _check(load_gold("gqa"), 3, 2, 0.1, 32)
-    _check(load_gold("gqa"), 3, 1, None, 32)
+@pytest.mark.parametrize(("name", "k", "draft_loops", "retention", "budget"), _pairwise())
+def test_speculation_gives_the_plain_tokens(load_gold, name, k, draft_loops, retention, budget):
+    _check(load_gold(name), k, draft_loops, retention, budget)
 
 
 @pytest.mark.slow
@@ -120,43 +118,69 @@ def _assert_equal_or_tied(got, want, margins, tolerance):
             return
 
 
-@pytest.mark.parametrize("retention", [None, 0.25])
-@pytest.mark.parametrize("draft_loops", [1, 2])
-def test_in_bfloat16_texts_part_only_on_near_ties(load_gold, draft_loops, retention):
-    gold = load_gold("mha")
-    model = gold.model("bfloat16")
-    out = slj.generate(
-        model,
-        _prompts(gold),
-        max_new_tokens=32,
-        eos_token_id=[],
-        sparse=_sparse(retention),
-        speculative=slj.SpeculativeConfig(3, draft_loops),
+def _texts_and_logits(model, prompts, **options):
+    """Of each prompt: 32 tokens, and float32 `[31, vocab]`, what all but the first are from."""
+    params, state, first = slj.start(
+        model, prompts, max_new_tokens=32, eos_token_id=[], **options
     )
-    for prompt, got in zip(_prompts(gold), out.token_ids, strict=True):
-        want, margins = _plain_with_margins(model, prompt, retention, 32)
-        # Products of one and of four rows round differently, and a kept key may change for
-        # its neighbour. Each run is within 0.45 of float32 (tests/gold/README.md), so two
-        # runs are within 0.9 of each other; logits reach 10.
-        _assert_equal_or_tied(got, want, margins, 0.9)
+    step = slj.decode_step if state.spec.speculative is None else slj.speculative_step
+    ids, logits, lease = [[int(t)] for t in first], [[] for _ in first], slj.no_lease(state)
+    while bool(state.live.any()):
+        state, output = step(params, state, lease)
+        lease = output.lease
+        for row, count in enumerate(output.count.tolist()):
+            ids[row] += output.tokens[row, :count].tolist()
+            logits[row] += list(np.asarray(output.logits[row, :count]))
+    return list(zip(ids, map(np.array, logits), strict=True))
+
+
+@pytest.mark.parametrize("retention", [None, 0.25])
+def test_in_bfloat16_texts_part_only_on_near_ties(load_gold, retention):
+    """A near tie is a lead below twice the most by which logits of equal texts differ.
+
+    Products of one and of four rows round differently. Where that makes a kept key another
+    one, which is seldom, logits move by far more: hence a bound of the median as well. In a
+    single place they may be 0.9 apart, since each way is within 0.45 of float32
+    (tests/gold/README.md).
+    """
+    gold = load_gold("mha")
+    model, prompts, sparse = gold.model("bfloat16"), _prompts(gold), _sparse(retention)
+    plain = _texts_and_logits(model, prompts, sparse=sparse)
+    for draft_loops in (1, 2):
+        speculative = slj.SpeculativeConfig(3, draft_loops)
+        run = _texts_and_logits(model, prompts, sparse=sparse, speculative=speculative)
+        differences, leads = [], []
+        for (want, expected), (got, logits) in zip(plain, run, strict=True):
+            assert want[0] == got[0]
+            # Logits j choose token j + 1; up to `same` the tokens before them are equal.
+            same = next((j for j in range(31) if want[j + 1] != got[j + 1]), 31)
+            differences += np.abs(logits[:same] - expected[:same]).max(axis=1).tolist()
+            if same < 31:
+                top = np.sort(expected[same])
+                leads.append(top[-1] - top[-2])
+        assert len(differences) > 31  # enough to tell what is near
+        assert np.median(differences) <= (0.05 if retention is None else 0.2)
+        assert max(differences) <= (0.05 if retention is None else 0.9)
+        assert all(lead <= 2 * max(differences) for lead in leads)
 
 
 def test_the_bundled_model_speculates_exactly(bundled_prompts):
     model, prompts = bundled_prompts
     options = {"max_new_tokens": 24, "eos_token_id": []}
-    for retention in (None, 0.1):
+    for retention, k, draft_loops in ((None, 3, 2), (0.1, 3, 2), (0.1, 8, 1), (None, 1, 3)):
         out = slj.generate(
             model,
             prompts,
             sparse=_sparse(retention),
-            speculative=slj.SpeculativeConfig(3, 2),
+            speculative=slj.SpeculativeConfig(k, draft_loops),
             **options,
         )
         for prompt, got in zip(prompts, out.token_ids, strict=True):
             ids = model.tokenizer.encode(prompt).ids
             want, margins = _plain_with_margins(model, ids, retention, 24)
             _assert_equal_or_tied(got, want, margins, 1e-4)
-        assert out.stats.accepted > 0.4 * out.stats.drafted
+        if draft_loops > 1:
+            assert out.stats.accepted > 0.4 * out.stats.drafted
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +200,10 @@ def _corrupt_from(place):
     return RoundHooks(candidate=candidate)
 
 
-@pytest.mark.parametrize("draft_loops", [1, 2])
+@pytest.mark.parametrize(
+    ("draft_loops", "place"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3)]
+)
 @pytest.mark.parametrize("retention", [None, 0.1])
-@pytest.mark.parametrize("place", [0, 1, 2])
 def test_every_rejection_leaves_the_state_of_serial_decoding(
     load_gold, draft_loops, retention, place
 ):
@@ -198,7 +223,8 @@ def test_every_rejection_leaves_the_state_of_serial_decoding(
     )
     start = state.position.tolist()
 
-    # What stands is what a draft that is always right would have: force it.
+    # What stands is what a draft that is always right would have: force it. At place 3
+    # there is no candidate left to refuse.
     wanted = jnp.asarray(serial_tokens[1:])  # [place + 1, B]
 
     def candidate(tokens, i):
@@ -235,6 +261,59 @@ def _assert_same_kv(state, serial):
                     np.testing.assert_allclose(
                         got[row, :tokens], want[row, :tokens], rtol=1e-4, atol=1e-4
                     )
+
+
+def test_a_round_writes_to_no_place_but_those_of_its_live_rows(load_gold):
+    """A request with one token left runs one row; its page has room for all four."""
+    gold = load_gold("mha")
+    params, state, _ = slj.start(
+        gold.model(),
+        _prompts(gold),
+        max_new_tokens=[32, 2],
+        eos_token_id=[],
+        speculative=slj.SpeculativeConfig(3, 2),
+    )
+    cache = state.cache
+    table, size = np.array(cache.page_table), cache.page_size
+    free = np.ones((cache.num_pages, size), bool)  # where nothing may be written
+    for row, (start, rows) in enumerate(zip(state.position.tolist(), [4, 1], strict=True)):
+        for place in range(start, start + rows):
+            free[table[row, :, place // size], place % size] = False
+    start = int(state.position[1])
+    assert (start + 3) // size == start // size  # dead rows would land in a page of theirs
+    before = [np.array(pool) for pool in (*cache.keys, *cache.values)]
+    state, output = slj.speculative_step(params, state, slj.no_lease(state))
+    assert int(output.count[1]) == 1
+    after = [np.asarray(pool) for pool in (*state.cache.keys, *state.cache.values)]
+    for old, new in zip(before, after, strict=True):
+        changed = (old != new).any(axis=(1, 3))
+        assert not (changed & free).any()
+        assert changed[~free].all()
+
+
+def test_steps_take_the_memory_of_the_state_they_are_given(load_gold):
+    """Otherwise each round would copy the pools."""
+    gold = load_gold("mha")
+
+    def pools(state):
+        store = state.store
+        fields = (state.cache.keys, state.cache.values, store.positions, store.mass, store.base)
+        return jax.tree.leaves(fields)
+
+    params, state, _ = slj.start(
+        gold.model(),
+        _prompts(gold),
+        max_new_tokens=8,
+        eos_token_id=[],
+        sparse=_sparse(0.1),
+        speculative=slj.SpeculativeConfig(3, 2),
+    )
+    given = pools(state)
+    state, output = slj.speculative_step(params, state, slj.no_lease(state))
+    assert all(pool.is_deleted() for pool in given)
+    given = pools(state)
+    decode_tokens(params, state, empty_buffer(state, 8), output.lease, jnp.int32(8))
+    assert all(pool.is_deleted() for pool in given)
 
 
 def test_drafts_that_are_always_wrong_give_one_token_a_round(load_gold):
@@ -281,7 +360,13 @@ def test_a_stop_token_at_every_place_of_a_run(load_gold):
 def test_the_stop_inside_a_forced_run_ends_the_text_there(load_gold):
     gold = load_gold("mha")
     prompt, want = _prompts(gold)[0], _plain(gold, None)[0]
-    for place in range(1, 4):
+    right = jnp.asarray(want)
+
+    def candidate(tokens, i):
+        return jnp.broadcast_to(right[i + 1], tokens.shape)
+
+    hooks, ends = RoundHooks(candidate=candidate), []
+    for place in range(1, 5):
         params, state, _ = slj.start(
             gold.model(),
             [prompt],
@@ -289,20 +374,15 @@ def test_the_stop_inside_a_forced_run_ends_the_text_there(load_gold):
             eos_token_id=want[place],
             speculative=slj.SpeculativeConfig(3, 1),
         )
-        right = jnp.asarray(want)
-
-        def candidate(tokens, i, right=right):
-            return jnp.broadcast_to(right[i + 1], tokens.shape)
-
         before = int(state.position[0])
-        state, output = slj.speculative_step(
-            params, state, slj.no_lease(state), hooks=RoundHooks(candidate=candidate)
-        )
+        state, output = slj.speculative_step(params, state, slj.no_lease(state), hooks=hooks)
         end = want.index(want[place], 1)
         assert int(output.count[0]) == end
         assert output.tokens[0, :end].tolist() == want[1 : end + 1]
         assert bool(state.stopped[0])
         assert int(state.position[0]) == before + end
+        ends.append(end)
+    assert ends[-1] == 4  # the bonus token, which no candidate stands for
 
 
 def test_the_context_limit_with_more_drafted_than_fits(load_gold):
@@ -423,6 +503,31 @@ def test_the_drafted_length_follows_acceptance():
     assert lengths[0] == 8
     assert lengths[1] == 1
     assert lengths[2] == new_history(1).best_length(8, 0.25)[0]  # nothing was learnt
+
+
+def test_each_request_has_a_length_of_its_own(load_gold):
+    gold = load_gold("mha")
+    params, state, _ = slj.start(
+        gold.model(),
+        _prompts(gold),
+        max_new_tokens=32,
+        eos_token_id=[],
+        speculative=slj.SpeculativeConfig(4, 2, adaptive=True),
+    )
+
+    def accepted(_, rows):
+        """Of the first request everything, of the second nothing."""
+        return jnp.where(jnp.arange(2) == 0, rows - 1, 0)
+
+    lease, hooks, counts, drafted = slj.no_lease(state), RoundHooks(accepted=accepted), [], []
+    for _ in range(5):
+        state, output = slj.speculative_step(params, state, lease, hooks=hooks)
+        lease = output.lease
+        counts.append(output.count.tolist())
+        drafted.append(output.counters.drafted.tolist())
+    assert counts[-1] == [5, 1]
+    # Requests that drafted a token at each place: from the second place on, one alone.
+    assert drafted[-1] == [2, 1, 1, 1]
 
 
 def test_adaptive_speculation_gives_the_plain_tokens_with_less_drafted(load_gold):
