@@ -19,6 +19,7 @@ from sparse_loop_jax.decoding.sampling import seed_words
 from sparse_loop_jax.decoding.state import DecodeState, RoundCounters
 from sparse_loop_jax.engine import device
 from sparse_loop_jax.engine.request import Request, SwappedPages
+from sparse_loop_jax.engine.rows import RowData, empty_rows
 from sparse_loop_jax.engine.sizing import Sizing
 from sparse_loop_jax.generation.prompts import Emitted
 from sparse_loop_jax.models.params import OuroParams
@@ -105,7 +106,7 @@ class Executor:
         Args:
           parts: requests and how many of their next prompt tokens, at most `chunk`.
         """
-        data = device.empty_rows(rows, self.sizes)
+        data = empty_rows(rows, self.sizes)
         tokens = np.zeros((rows, chunk), np.int32)
         valid, ends = np.zeros(rows, np.int32), np.zeros(rows, bool)
         for i, (request, count) in enumerate(parts):
@@ -227,7 +228,7 @@ class Executor:
         """Puts a swapped request into its row and its first blocks; it is live then."""
         swapped = request.swapped
         assert swapped is not None
-        data = device.empty_rows(1, self.sizes)
+        data = empty_rows(1, self.sizes)
         self._describe(data, 0, request, position=request.position, token=request.tokens[-1])
         data.remaining[0] = request.remaining
 
@@ -271,7 +272,7 @@ class Executor:
         return block * loops + np.arange(loops, dtype=np.int32)
 
     def _describe(
-        self, data: device.RowData, i: int, request: Request, *, position: int, token: int
+        self, data: RowData, i: int, request: Request, *, position: int, token: int
     ) -> None:
         params = request.params
         vocab = self.spec.config.vocab_size

@@ -15,6 +15,7 @@ from sparse_loop_jax.decoding.speculative import speculative_step
 from sparse_loop_jax.decoding.steps import decode_step
 from sparse_loop_jax.engine import device
 from sparse_loop_jax.engine.config import CacheConfig, SchedulerConfig
+from sparse_loop_jax.engine.rows import empty_rows
 from sparse_loop_jax.engine.sizing import Sizing, sizing_for
 from sparse_loop_jax.models.params import OuroParams
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
@@ -199,7 +200,7 @@ def _step_temporaries(
         device.lower_prefill(
             params,
             state,
-            device.empty_rows(rows, sizes),
+            empty_rows(rows, sizes),
             np.zeros((rows, chunk), np.int32),
             vector,
             vector.astype(bool),

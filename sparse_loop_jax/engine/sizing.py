@@ -9,7 +9,7 @@ import numpy as np
 from sparse_loop_jax.cache import pages_for
 from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.engine.config import SchedulerConfig
-from sparse_loop_jax.engine.device import Sizes
+from sparse_loop_jax.engine.rows import Sizes
 from sparse_loop_jax.generation.buckets import CHUNKS, power_of_two
 from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.sparse.arithmetic import retained_counts
