@@ -171,7 +171,7 @@ def test_the_summary_is_of_the_views(gold, seen):
     [
         {"sparse": None},
         {"sampled": True},
-        {"early_exit": True},
+        {"sparse": None, "early_exit": True},
         {"speculative": slj.SpeculativeConfig(1, draft_loops=1)},
     ],
 )

@@ -257,7 +257,7 @@ def test_every_variant_is_dense_attention_when_all_keys_are_kept(
         _prompts(gold),
         max_new_tokens=9,
         eos_token_id=[],
-        sparse=_config(0.5, variant=variant),
+        sparse=_config(0.5, variant=variant, capacity=64),
     )
     _, output = slj.decode_step(params, state, slj.no_lease(state))
     for row, name in enumerate(("p0", "p1")):

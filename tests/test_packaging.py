@@ -132,9 +132,11 @@ def test_the_installed_wheel_works_outside_of_the_tree(built, tmp_path):
     python = home / "bin" / "python"
     purelib = sysconfig.get_path("purelib")
 
-    def run(*command, **options):
+    env = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command):
         result = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=tmp_path, **options
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env
         )
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout

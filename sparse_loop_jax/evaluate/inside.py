@@ -75,7 +75,7 @@ def watched_step(
       ValueError: the state is dense, or decodes otherwise than greedily and to full depth.
     """
     spec = state.spec
-    if spec.sparse is None or spec.sampled or spec.early_exit or spec.speculative is not None:
+    if spec.sparse is None or spec.sampled or spec.speculative is not None:
         raise ValueError("only plain greedy sparse decoding can be watched")
     round_ = references.open_round(state, retire, state.live.astype(jnp.int32))
     fields = {f.name: getattr(round_.sparse, f.name) for f in dataclasses.fields(SparseRows)}
