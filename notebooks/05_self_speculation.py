@@ -132,7 +132,7 @@ figure.suptitle("drafts that stood", x=0.01, ha="left")
 figure
 
 # %% [markdown]
-# Down a column the keys get fewer. The loops that draft attend densely where the loops that
+# Down a column the keys get fewer. The first two loops attend densely where the loops that
 # judge do not, which is one more way to differ, so that sparse attention costs acceptance.
 # Along a row it falls because a round goes wrong once and stays wrong.
 #

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     )
     from sparse_loop_jax.generation import GenerateOutput, StreamChunk, generate, start, stream
     from sparse_loop_jax.models import Ouro, OuroConfig, forward
-    from sparse_loop_jax.sparse import SparseDecodeConfig, StaleLeaseError
+    from sparse_loop_jax.sparse import (
+        SparseDecodeConfig,
+        SparseSlowerWarning,
+        StaleLeaseError,
+    )
 
 __all__ = [
     "CacheConfig",
@@ -39,6 +43,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "SparseDecodeConfig",
+    "SparseSlowerWarning",
     "SpeculativeConfig",
     "StaleLeaseError",
     "StreamChunk",
@@ -68,6 +73,7 @@ _HOMES = {
     "SamplingParams": "engine",
     "SchedulerConfig": "engine",
     "SparseDecodeConfig": "sparse",
+    "SparseSlowerWarning": "sparse",
     "SpeculativeConfig": "decoding",
     "StaleLeaseError": "sparse",
     "StreamChunk": "generation",

@@ -15,7 +15,7 @@ from sparse_loop_jax.bench.model import SHAPES
 from sparse_loop_jax.cli import main
 from sparse_loop_jax.kernels.tuning import file_name
 from sparse_loop_jax.sparse import break_even
-from sparse_loop_jax.sparse.break_even import BreakEven, SparseSlowerWarning, slower_below
+from sparse_loop_jax.sparse.break_even import BreakEven, slower_below
 
 TINY = SHAPES["tiny"]
 TENTH = slj.SparseDecodeConfig(key_retention=0.1)
@@ -89,10 +89,10 @@ def test_generate_and_stream_warn_of_contexts_below(shipped, load_gold):
     )
     shipped(**{device: [ours]})
     expected = rf"on {device} below 16 tokens for 1 request at key_retention 0.1; .* end at 11"
-    with pytest.warns(SparseSlowerWarning, match=expected) as caught:
+    with pytest.warns(slj.SparseSlowerWarning, match=expected) as caught:
         slj.stream(model, [[1] * 8], max_new_tokens=4, sparse=TENTH).close()
     assert caught[0].filename == __file__
-    with pytest.warns(SparseSlowerWarning) as caught:
+    with pytest.warns(slj.SparseSlowerWarning) as caught:
         slj.generate(model, [[1] * 8], max_new_tokens=4, sparse=TENTH)
     assert caught[0].filename == __file__
     # Warnings are errors here, so these are silent.

@@ -263,7 +263,7 @@ def test_a_download_that_fails(hub, monkeypatch, tmp_path, error):
 def test_without_huggingface_hub(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=re.escape("pip install 'sparse-loop-jax[hub]'")):
+    with pytest.raises(ValueError, match=re.escape("pip install -e '.[hub]'")):
         load("ByteDance/Ouro-1.4B", revision=COMMIT)
 
 

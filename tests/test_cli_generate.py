@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -72,7 +74,9 @@ def test_sparse_and_speculative_with_statistics(generate, expected):
     assert 0 < stats["retained_mass_min"][0] < stats["retained_mass_mean"][0] < 1
     read = stats["keys_read"] / stats["keys_dense"]
     assert f"{stats['accepted']} of {stats['drafted']} drafts accepted" in err
-    assert f"read {read:.0%} of the keys" in err
+    mean, least = min(stats["retained_mass_mean"]), min(stats["retained_mass_min"])
+    assert f"read {read:.0%} of the keys, with {mean:.2f} of the attention mass" in err
+    assert f"on average, {least:.2f} at least" in err
 
 
 def test_options_reach_generate(ascii_checkpoint, monkeypatch):
@@ -197,3 +201,30 @@ def test_a_host_without_memory_is_one_line(monkeypatch, capsys):
 def test_a_missing_checkpoint(tmp_path, capsys):
     assert main(["generate", "a", "--model", str(tmp_path / "missing")]) == 2
     assert "missing: no such directory" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparse_loop_jax.cli.generate.run", interrupted)
+    assert main(["generate", "a"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_output_that_nobody_reads_any_more_ends_quietly():
+    # More lines than a pipe holds, to a reader that takes one.
+    program = (
+        "import sys, sparse_loop_jax.cli.inspect as inspect, sparse_loop_jax.cli as cli;"
+        "inspect.run = lambda args: [print('line') for _ in range(100_000)] and 0;"
+        "sys.exit(cli.main(['inspect']))"
+    )
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"line\n"
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141

@@ -235,6 +235,4 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     command = ["evaluate", "--model", str(ascii_checkpoint), "--plot", str(tmp_path / "a.png")]
     assert main([*command, "--text", str(files / "text.txt")]) == 2
-    assert "plots need matplotlib: pip install 'sparse-loop-jax[plots]'" in (
-        capsys.readouterr().err
-    )
+    assert "plots need matplotlib: pip install -e '.[plots]'" in (capsys.readouterr().err)

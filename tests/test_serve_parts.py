@@ -209,13 +209,11 @@ def test_without_the_extra_the_command_says_what_to_install(module, monkeypatch,
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["serve", "--port", "0"]) == 2
     error = capsys.readouterr().err
-    assert "pip install 'sparse-loop-jax[serve]'" in error
+    assert "pip install -e '.[serve]'" in error
     assert module in error
 
 
 def test_a_template_without_jinja_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(
-        ValueError, match=r"needs jinja2: pip install 'sparse-loop-jax\[serve\]'"
-    ):
+    with pytest.raises(ValueError, match=r"needs jinja2: pip install -e '\.\[serve\]'"):
         ChatTemplate("x", {}, "test")

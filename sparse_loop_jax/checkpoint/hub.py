@@ -38,8 +38,7 @@ def download(repository: str, revision: str | None) -> Path:
         import huggingface_hub
     except ImportError:
         raise ValueError(
-            f"{repository}: downloading it needs huggingface_hub: "
-            "pip install 'sparse-loop-jax[hub]'"
+            f"{repository}: downloading it needs huggingface_hub: pip install -e '.[hub]'"
         ) from None
     try:
         directory = huggingface_hub.snapshot_download(

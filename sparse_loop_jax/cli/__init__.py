@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 
@@ -43,15 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0, or 2 after a complaint about files, values or the device's memory,
-      on one line of standard error. Anything else is a bug, and keeps its traceback.
+      on one line of standard error; 130 after an interrupt, 141 where nobody reads the
+      output any more. Anything else is a bug, and keeps its traceback.
     """
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
+    except KeyboardInterrupt:
+        return 130  # as a shell has it of a program that the interrupt ended
+    except BrokenPipeError:
+        # Who read the output has gone, as `head` does; nor can the rest be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         return _complain(str(error))
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if not isinstance(error, MemoryError) and not any(
+            sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "Out of memory")
+        ):
             raise
         return _complain(_out_of_memory(error))
 

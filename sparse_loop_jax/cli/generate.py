@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-loops", type=int, default=1, metavar="N")
     parser.add_argument("--max-loops", type=int, metavar="N", help="default: all")
     sparse = parser.add_argument_group("cross-loop sparse decode attention")
-    sparse.add_argument("--retention", type=float, help="share of keys that loops 3, 4 read")
+    sparse.add_argument(
+        "--retention",
+        type=float,
+        help="share of the keys that loops after the second read; 1 is dense",
+    )
     speculative = parser.add_argument_group("self-speculation")
     speculative.add_argument("--speculative-tokens", type=int, metavar="K")
     speculative.add_argument("--draft-loops", type=int, default=None, metavar="d")
@@ -94,7 +98,8 @@ def summary(stats) -> str:
     if stats.keys_dense:
         parts.append(
             f"read {stats.keys_read / stats.keys_dense:.0%} of the keys, "
-            f"retained mass {min(stats.retained_mass_mean):.3f} or more"
+            f"with {min(stats.retained_mass_mean):.2f} of the attention mass in the worst "
+            f"layer on average, {min(stats.retained_mass_min):.2f} at least"
         )
     return "[" + "; ".join(parts) + "]"
 

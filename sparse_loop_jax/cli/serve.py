@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument("--access-log", action="store_true", help="a line for each request")
     sparse = parser.add_argument_group("cross-loop sparse decode attention")
-    sparse.add_argument("--retention", type=float, help="share of keys that loops 3, 4 read")
+    sparse.add_argument(
+        "--retention",
+        type=float,
+        help="share of the keys that loops after the second read; 1 is dense",
+    )
     speculative = parser.add_argument_group("self-speculation")
     speculative.add_argument("--speculative-tokens", type=int, metavar="K")
     speculative.add_argument("--draft-loops", type=int, default=None, metavar="d")
@@ -57,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from sparse_loop_jax.serve.server import Server, bind, url_of
     except ImportError as error:
-        raise ValueError(
-            f"serve needs {error.name}: pip install 'sparse-loop-jax[serve]'"
-        ) from None
+        raise ValueError(f"serve needs {error.name}: pip install -e '.[serve]'") from None
 
     import sparse_loop_jax as slj
     from sparse_loop_jax.serve.build import load_with_template, make_service

@@ -73,7 +73,7 @@ def check_picture(path: str | Path) -> None:
 
 def _require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'sparse-loop-jax[plots]'")
+        raise ValueError("plots need matplotlib: pip install -e '.[plots]'")
 
 
 def new_figure(size: tuple[float, float], rows: int = 1, columns: int = 1, **options):

@@ -26,7 +26,7 @@ try:
     from lm_eval.api.registry import register_model  # pyright: ignore
 except ImportError as error:
     raise ImportError(
-        "the adapter needs lm-evaluation-harness: pip install 'sparse-loop-jax[lm-eval]'"
+        "the adapter needs lm-evaluation-harness: pip install -e '.[lm-eval]'"
     ) from error
 
 import sparse_loop_jax as slj

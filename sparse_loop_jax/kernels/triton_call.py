@@ -1,6 +1,6 @@
 """The one door to kernels written in Triton itself.
 
-They are launched by jax-triton, an optional part (`sparse-loop-jax[triton]`) that cannot be
+They are launched by jax-triton, an optional part (extra `triton`) that cannot be
 imported without a CUDA jaxlib; what differs between its versions is kept here. Modules that
 hold kernels import `triton` and are imported only after `require`.
 
@@ -72,7 +72,7 @@ def _import(name: str) -> ModuleType:
     except (ImportError, AttributeError, TypeError) as error:
         raise NotImplementedError(
             f"{name} cannot be imported ({type(error).__name__}: {error}); it comes with "
-            "sparse-loop-jax[triton]"
+            "the extra: pip install -e '.[triton]'"
         ) from error
     finally:
         # jax-triton sets it, for everyone who compiles in this process or starts another.

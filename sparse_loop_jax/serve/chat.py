@@ -40,7 +40,7 @@ class ChatTemplate:
             import jinja2.sandbox
         except ImportError:
             raise ValueError(
-                f"{where}: a chat template needs jinja2: pip install 'sparse-loop-jax[serve]'"
+                f"{where}: a chat template needs jinja2: pip install -e '.[serve]'"
             ) from None
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]

@@ -5,6 +5,7 @@ https://github.com/Superone77/FlashLoop).
 """
 
 from sparse_loop_jax.sparse.arithmetic import retained_count, retained_counts
+from sparse_loop_jax.sparse.break_even import SparseSlowerWarning
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
 from sparse_loop_jax.sparse.pytrees import (
     ReferenceLease,
@@ -18,6 +19,7 @@ __all__ = [
     "SparseDecodeConfig",
     "SparseDecodePlan",
     "SparseDecodeReferenceStore",
+    "SparseSlowerWarning",
     "StaleLeaseError",
     "retained_count",
     "retained_counts",
