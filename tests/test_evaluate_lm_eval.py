@@ -207,7 +207,7 @@ def test_without_the_harness_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "sparse_loop_jax.evaluate.lm_eval", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'sparse-loop-jax\[lm-eval\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[lm-eval\]'"):
         importlib.import_module("sparse_loop_jax.evaluate.lm_eval")
 
 
