@@ -9,6 +9,7 @@ import gc
 import inspect
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -298,6 +299,46 @@ def bind():
     (`NotImplementedError`) skip the test; the reference has to serve everything.
     """
     return functools.cache(Bound)
+
+
+# Kernels lowered for a GPU --------------------------------------------------------------
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """A function from a function and its arguments to the verified modules of its kernels.
+
+    Lowering does not verify them, and a module that is not valid fails on a device only.
+    """
+    # Here, so that a JAX without these parts fails the tests of lowering alone.
+    from jax._src.pallas.triton import lowering
+
+    from sparse_loop_jax.kernels import pallas_triton
+
+    texts = []
+    original = lowering.lower_jaxpr_to_triton_module
+
+    def verified(*args, **kwargs):
+        result = original(*args, **kwargs)
+        assert result.module.operation.verify()
+        texts.append(result.module.operation.get_asm(enable_debug_info=False))
+        return result
+
+    monkeypatch.setattr(lowering, "lower_jaxpr_to_triton_module", verified)
+
+    def lower(function, *args) -> list[str]:
+        texts.clear()
+        pallas_triton.lower_for_cuda(lambda *a: function(*a), *args)
+        return list(texts)
+
+    return lower
+
+
+@pytest.fixture(scope="session")
+def takes_64_bits():
+    """A function from a module to whether an offset into an array of bfloat16 does."""
+    wide = re.compile(r"tensor<[0-9x]+x!tt.ptr<bf16>>, tensor<[0-9x]+xi64>")
+    return lambda module: bool(wide.search(module))
 
 
 # Paged inputs --------------------------------------------------------------------------

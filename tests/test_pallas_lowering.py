@@ -8,7 +8,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src.pallas.triton import lowering
 
 from sparse_loop_jax.kernels import pallas_triton
 from sparse_loop_jax.kernels.matvec.pallas import (
@@ -54,40 +53,10 @@ ATTENTION = {
 }
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    """A function from a function and its arguments to the Triton modules of its kernels.
-
-    Each is verified, which lowering leaves to the device.
-    """
-    texts = []
-    original = lowering.lower_jaxpr_to_triton_module
-
-    def verified(*args, **kwargs):
-        result = original(*args, **kwargs)
-        assert result.module.operation.verify()
-        texts.append(result.module.operation.get_asm(enable_debug_info=False))
-        return result
-
-    monkeypatch.setattr(lowering, "lower_jaxpr_to_triton_module", verified)
-
-    def lower(function, *args) -> list[str]:
-        texts.clear()
-        pallas_triton.lower_for_cuda(lambda *a: function(*a), *args)
-        return list(texts)
-
-    return lower
-
-
-def takes_64_bits(module: str) -> bool:
-    """Whether an offset into an array of bfloat16 does."""
-    return bool(re.search(r"tensor<[0-9x]+x!tt.ptr<bf16>>, tensor<[0-9x]+xi64>", module))
-
-
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_lowers(modules, name):
+def test_attention_lowers(lowered, takes_64_bits, name):
     args, count = ATTENTION[name]
-    texts = modules(paged_attention_pallas, *args)
+    texts = lowered(paged_attention_pallas, *args)
     assert len(texts) == count
     # Offsets into a pool take 64 bits where 32 are too few.
     assert takes_64_bits(texts[0]) is (name == "past 2^31 elements")
@@ -120,8 +89,10 @@ def projection(pages):
 
 
 @pytest.mark.parametrize(("pages", "wide"), [(64, False), (1 << 20, True)])
-def test_projection_stores_into_pools_past_2_to_31_elements(modules, pages, wide):
-    (text,) = modules(project_qkv_pallas, *projection(pages))
+def test_projection_stores_into_pools_past_2_to_31_elements(
+    lowered, takes_64_bits, pages, wide
+):
+    (text,) = lowered(project_qkv_pallas, *projection(pages))
     assert takes_64_bits(text) is wide
 
 

@@ -4,13 +4,11 @@ the lowering of all kernels of sparse decoding for a CUDA device."""
 from __future__ import annotations
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.triton import lowering
 
 from sparse_loop_jax.kernels import pallas_triton
 from sparse_loop_jax.kernels.capture_attention.pallas import capture_attention_pallas
@@ -154,31 +152,6 @@ def sparse_args(batch, rows, heads, kv_heads, dim, capacity, *, pages=4096, dtyp
     )
 
 
-@pytest.fixture
-def lowered(monkeypatch):
-    """A function from a function and its arguments to the verified modules of its kernels.
-
-    Lowering does not verify them, and a module that is not valid fails on a device only.
-    """
-    texts = []
-    original = lowering.lower_jaxpr_to_triton_module
-
-    def verified(*args, **kwargs):
-        result = original(*args, **kwargs)
-        assert result.module.operation.verify()
-        texts.append(result.module.operation.get_asm(enable_debug_info=False))
-        return result
-
-    monkeypatch.setattr(lowering, "lower_jaxpr_to_triton_module", verified)
-
-    def lower(function, *args) -> list[str]:
-        texts.clear()
-        pallas_triton.lower_for_cuda(lambda *a: function(*a), *args)
-        return list(texts)
-
-    return lower
-
-
 SPARSE = {
     "decode in pieces": (sparse_args(8, 1, 16, 16, 128, 820), 2),
     "verification": (sparse_args(8, 4, 16, 4, 64, 1639), 1),
@@ -190,13 +163,12 @@ SPARSE = {
 @pytest.mark.filterwarnings(f"ignore:{pallas_triton.DEPRECATION}:DeprecationWarning")
 class TestLowering:
     @pytest.mark.parametrize("name", SPARSE)
-    def test_sparse_attention(self, lowered, name):
+    def test_sparse_attention(self, lowered, takes_64_bits, name):
         args, count = SPARSE[name]
         texts = lowered(sparse_attention_pallas, *args)
         assert len(texts) == count
         # Offsets into a pool take 64 bits where 32 are too few.
-        wide = re.search(r"tensor<[0-9x]+x!tt.ptr<bf16>>, tensor<[0-9x]+xi64>", texts[0])
-        assert bool(wide) is (name == "past 2^31 elements")
+        assert takes_64_bits(texts[0]) is (name == "past 2^31 elements")
 
     @pytest.mark.parametrize("span", [16, 8192, 40_000, 65_536])
     def test_selection(self, lowered, span):
