@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import sparse_loop_jax as slj
+from sparse_loop_jax.decoding import DecodeSpec
 from sparse_loop_jax.engine import memory
 from sparse_loop_jax.engine.blocks import BlockPool, prompt_hashes
 from sparse_loop_jax.engine.request import Request
+from sparse_loop_jax.engine.sizing import sizing_for
 from sparse_loop_jax.engine.waiting import WaitingQueue
 from sparse_loop_jax.generation.options import ExitRule
 
@@ -114,6 +116,45 @@ def test_the_pool_is_a_bookkeeper(data):
         assert pool.in_use == len(owned)
         assert pool.available == 6 - len(owned)
         assert pool.kept <= pool.available
+
+
+# Sizes ---------------------------------------------------------------------------------
+
+
+def _sizing(model, rows, budget):
+    scheduler = slj.SchedulerConfig(max_num_seqs=rows, max_prefill_tokens=budget)
+    return sizing_for(
+        DecodeSpec(model.config), None, scheduler,
+        max_context=8192, page_size=16, num_blocks=64, outstanding=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "budget", "left", "shape"),
+    [
+        (32, 8192, [256] * 32, (32, 256)),
+        (32, 8192, [256], (1, 256)),
+        (32, 8192, [256, 256], (1, 256)),  # the other 30 rows would cost more than a call
+        (32, 8192, [30] * 12, (32, 32)),  # for short prompts they do not
+        (32, 8192, [600], (1, 512)),  # and 128 for the rest, not 2048
+        (32, 8192, [1800, 10], (1, 2048)),
+        (32, 8192, [512] * 16, (16, 512)),
+        (4, 64, [100], (1, 32)),
+        (4, 20, [100, 7], (1, 20)),  # no chunk is within the budget
+    ],
+)
+def test_prompts_run_in_the_program_that_does_most_for_its_cost(
+    model, rows, budget, left, shape
+):
+    sizing = _sizing(model, rows, budget)
+    assert sizing.prefill_shape(left) == shape
+    assert shape in sizing.prefill_shapes()
+
+
+def test_programs_of_prompts_are_few_and_within_the_budget(model):
+    shapes = _sizing(model, 32, 8192).prefill_shapes()
+    assert len(shapes) == 10
+    assert max(rows * chunk for rows, chunk in shapes) == 8192
 
 
 # Order ---------------------------------------------------------------------------------

@@ -253,7 +253,8 @@ def test_quarter_octaves_are_tight_everywhere():
 
 
 @pytest.mark.parametrize(
-    ("longest", "batch", "want"), [(1, 1, 32), (33, 1, 128), (5000, 1, 2048), (5000, 32, 128)]
+    ("longest", "batch", "want"),
+    [(1, 1, 32), (33, 1, 128), (129, 1, 256), (5000, 1, 2048), (5000, 32, 256)],
 )
 def test_chunks_bound_the_tokens_of_a_batch(longest, batch, want):
     assert buckets.chunk_length(longest, batch) == want

@@ -164,18 +164,23 @@ def replay(
 def warm_up(engine: Engine, workload: Sequence[TimedRequest], vocab_size: int) -> None:
     """Compiles what a replay will need, with other prompts of the same lengths.
 
-    All at once, and then one of each chunk length by itself. Each is ended as soon as it has
-    been through a prompt and a round.
+    All at once, and then for each chunk length one such prompt, and as many as run at once.
+    Each is ended as soon as it has been through a prompt and a round.
     """
     rng = np.random.default_rng(0)
-    by_chunk = {
-        next((c for c in CHUNKS if c >= len(r.prompt)), CHUNKS[-1]): r for r in workload
-    }
-    longest = max(workload, key=lambda request: request.kv_tokens)
-    for group in ([longest, *workload], *([request] for request in by_chunk.values())):
-        for index, request in enumerate(group):
-            prompt = rng.integers(1, vocab_size, len(request.prompt)).tolist()
-            params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
+    largest = max(workload, key=lambda request: request.kv_tokens)
+    longest = max(len(request.prompt) for request in workload)
+    groups = [[(len(r.prompt), r.max_tokens) for r in (largest, *workload)]]
+    together = min(len(workload), int(engine.metrics()["rows"]))
+    for chunk in CHUNKS:
+        one = (min(chunk, longest), 1)
+        groups += [[one], [one] * together]
+        if chunk >= longest:
+            break
+    for group in groups:
+        for index, (length, most) in enumerate(group):
+            prompt = rng.integers(1, vocab_size, length).tolist()
+            params = SamplingParams(max_tokens=most, ignore_eos=True)
             engine.add_request(str(index), prompt, params)
         while engine.has_unfinished:
             for output in engine.step():

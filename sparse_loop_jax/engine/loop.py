@@ -108,7 +108,7 @@ class ServingLoop:
         submitted = False
         while prompts := self.scheduler.with_status(Status.PREFILL):
             left = [len(r.prompt) - r.prefilled for r in prompts]
-            rows, chunk = self._sizing.prefill_shape(left[0], len(prompts))
+            rows, chunk = self._sizing.prefill_shape(left)
             if rows * chunk > budget:
                 break
             budget -= rows * chunk

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from sparse_loop_jax.cache import pages_for
 from sparse_loop_jax.generation.inputs import Request
 
-# Chunk lengths of a prefill. Four apart: a prompt wastes less than a compilation costs.
-CHUNKS = (32, 128, 512, 2048)
+# Chunk lengths of a prefill. Two to four apart: padding costs less than more programs would.
+CHUNKS = (32, 128, 256, 512, 2048)
 # Prompt tokens of a batch that go through the layers at once; bounds the temporaries.
 MAX_CHUNK_TOKENS = 8192
 
