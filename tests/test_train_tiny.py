@@ -52,7 +52,7 @@ def corpus(tmp_path_factory) -> corpora.Corpus:
 
 def arguments(corpus: corpora.Corpus, out: Path, *more: str) -> list[str]:
     given = f"""--steps {STEPS} --hidden 32 --intermediate 48 --layers 1 --heads 2 --loops 3
-        --lengths 1:{LENGTH} --batch-tokens {16 * LENGTH} --rows {8 * LENGTH} --dtype float32
+        --stages 1:{LENGTH} --batch-tokens {16 * LENGTH} --rows {8 * LENGTH} --dtype float32
         --save-every 30 --log-every 10 --warmup 5 --peak 1e-2"""
     return ["--corpus", corpus.manifest["directory"], "--out", str(out), *given.split(), *more]
 
@@ -129,8 +129,31 @@ def test_a_checkpoint_of_another_model_is_refused(run):
         state.restore(run / "checkpoints", config, settings)
 
 
+def test_muon_levels_the_singular_values_of_matrices_alone(small):
+    _, params, _ = small
+    gradient = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
+    )
+
+    def first_step(rule):
+        transform = state.make_optimizer(params, rule)
+        still = jax.tree.map(jnp.zeros_like, params)  # nothing to decay
+        return transform.update(gradient, transform.init(params), still)[0]
+
+    muon, adam = first_step("muon"), first_step("adamw")
+    moved = np.linalg.svd(muon.layers[0].gate_up, compute_uv=False)
+    assert moved.max() / moved.min() < 2 < np.linalg.cond(gradient.layers[0].gate_up)
+    # Downhill, about as far as Adam.
+    assert float(jnp.vdot(muon.layers[0].gate_up, gradient.layers[0].gate_up)) > 0
+    ratio = jnp.linalg.norm(muon.layers[0].gate_up) / jnp.linalg.norm(adam.layers[0].gate_up)
+    assert 0.1 < float(ratio) < 1
+    for name in ("embed", "head", "exit_gate"):  # each number by itself, as Adam has it
+        step = np.abs(np.asarray(getattr(muon, name)))
+        np.testing.assert_allclose(step, step.max(), rtol=1e-2)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path, monkeypatch):
-    def broken(params, optimizer, batch, rate, *, config, objective):
+    def broken(params, optimizer, batch, rate, *, config, objective, rule):
         return params, optimizer, {"loss": jnp.float32(np.nan)}
 
     monkeypatch.setattr(train, "train_step", broken)
@@ -251,35 +274,51 @@ def test_chunked_attention_is_causal_attention(small):
 
 
 def test_the_schedule():
-    made = schedule.Schedule(steps=100, warmup=10, peak=1.0, hops_by=0.4)
-    assert [made.length(p) for p in (0.0, 0.34, 0.35, 0.8, 1.0)] == [512, 512, 2048, 8192, 8192]
-    assert [made.hops(p) for p in (0.0, 0.1, 0.2, 0.4, 1.0)] == [1, 2, 4, 8, 8]
+    stages = schedule.parse_stages("0.35:512,1:2048:4096:0.2", tokens=1024, synthetic=0.7)
+    assert stages == (
+        schedule.Stage(0.35, 512, 1024, 0.7),
+        schedule.Stage(1.0, 2048, 4096, 0.2),
+    )
+    assert [stage.rows for stage in stages] == [2, 2]
+    made = schedule.Schedule(
+        steps=100, stages=stages, warmup=10, peak=1.0, hops_from=0.1, hops_by=0.5
+    )
+    lengths = [made.stage(p).length for p in (0.0, 0.34, 0.35, 0.8, 1.0)]
+    assert lengths == [512, 512, 2048, 2048, 2048]
+    assert [made.hops(p) for p in (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)] == [1, 1, 2, 4, 8, 8]
     assert made.rate(0, 0.0) == pytest.approx(0.1)
     assert made.rate(50, 0.5) == pytest.approx(0.51)
     assert made.rate(100, 1.0) == pytest.approx(0.02)
     assert made.progress(25, 1e9) == 0.25
-    assert schedule.Schedule(minutes=2.0).progress(10**9, 60.0) == 0.5
-    assert schedule.parse_lengths("0.5:96,1:192") == ((0.5, 96), (1.0, 192))
+    assert schedule.Schedule(minutes=2.0, stages=stages).progress(10**9, 60.0) == 0.5
 
 
 def test_a_bad_schedule_is_refused():
+    def parse(text):
+        return schedule.parse_stages(text, tokens=192, synthetic=0.5)
+
     for budget in ({}, {"steps": 1, "minutes": 1.0}):
         with pytest.raises(ValueError, match="either in steps or in minutes"):
-            schedule.Schedule(**budget)
+            schedule.Schedule(**budget, stages=parse("1:96"))
     with pytest.raises(ValueError, match="must be positive, got -1"):
-        schedule.Schedule(steps=-1)
-    for lengths in (((0.5, 96),), ((1.0, 96), (0.5, 48)), ()):
+        schedule.Schedule(steps=-1, stages=parse("1:96"))
+    for stages in (parse("0.5:96"), parse("1:96,0.5:48"), ()):
         with pytest.raises(ValueError, match="must rise to an end of 1"):
-            schedule.Schedule(steps=1, lengths=lengths)
-    with pytest.raises(ValueError, match=r"lengths look like .*, got '96'"):
-        schedule.parse_lengths("96")
+            schedule.Schedule(steps=1, stages=stages)
+    with pytest.raises(ValueError, match=r"hops_from=0\.5, hops_by=0\.4"):
+        schedule.Schedule(steps=1, stages=parse("1:96"), hops_from=0.5)
+    for text, got in (
+        ("96", "'96'"), ("1:96:192:0.5:2", "'1:96:192:0.5:2'"), ("0.5:96,1:x", "'1:x'"),
+        ("1:100", r"'1:100'.*\(192\) must be a multiple of those of a row \(100\)"),
+        ("1:96:96:1.5", r"'1:96:96:1.5'.* must be in \[0, 1\], got 1.5"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"stages look like .*, got {got}"):
+            parse(text)
 
 
 def test_options_that_do_not_fit_are_refused(corpus, tmp_path):
     with pytest.raises(ValueError, match="--hidden 32 is no multiple of --heads 3"):
         train.main(arguments(corpus, tmp_path, "--heads", "3"))
-    with pytest.raises(ValueError, match="--batch-tokens 100 is no multiple of 96"):
-        train.main(arguments(corpus, tmp_path, "--batch-tokens", "100"))
     with pytest.raises(ValueError, match="--attention cudnn has no float32"):
         train.main(arguments(corpus, tmp_path, "--attention", "cudnn"))
 
@@ -295,7 +334,7 @@ def test_operations_are_six_a_weight_and_use(small):
 
 
 def test_the_plan_prints_every_stage(corpus, tmp_path, capsys):
-    plan.main([*arguments(corpus, tmp_path, "--lengths", "0.5:96,1:192"), "--no-memory"])
+    plan.main([*arguments(corpus, tmp_path, "--stages", "0.5:96,1:192"), "--no-memory"])
     assert re.findall(r"until (\d+)%: (\d+) x (\d+)", capsys.readouterr().out) == [
         ("50", "16", "96"), ("100", "8", "192"),
     ]  # fmt: skip
@@ -444,6 +483,6 @@ def test_questions_are_drawn_anew_for_another_seed(corpus):
 def test_settings_hold_all_that_decides_the_result(corpus, run):
     settings = json.loads((run / "settings.json").read_text())
     assert set(settings) == {
-        "model", "objective", "schedule", "mixture", "seed", "batch_tokens"
+        "model", "objective", "schedule", "mixture", "optimizer", "seed"
     }  # fmt: skip
     assert options.schedule_of(settings).steps == STEPS

@@ -193,7 +193,8 @@ def test_spread_uses_all_of_the_prose():
 
 def batch(words, texts, **changes):
     options = {"seed": 0, "step": 5, "rows": 24, "length": 256, "loops": 4, "hops": 8}
-    mixture = batches.Mixture(synthetic=0.7, answer_weight=6.0, paper_weight=0.3)
+    options |= {"synthetic": 0.7}
+    mixture = batches.Mixture(answer_weight=6.0, paper_weight=0.3)
     return batches.make_batch(texts, words, mixture, **(options | changes))
 
 
@@ -217,9 +218,18 @@ def test_batches_hold_tokens_of_the_vocabulary_and_targets_one_further_on(words,
     assert staged.any()
     assert (weights[staged] == 6.0).all()
     # Asking every loop for the answer leaves nothing staged.
-    mixture = batches.Mixture(synthetic=1.0, per_loop=None)
+    mixture = batches.Mixture(per_loop=None)
     plain = batches.make_batch(
-        texts, words, mixture, seed=0, step=5, rows=8, length=256, loops=4, hops=8
+        texts,
+        words,
+        mixture,
+        seed=0,
+        step=5,
+        rows=8,
+        length=256,
+        synthetic=1.0,
+        loops=4,
+        hops=8,
     )
     plain_targets = np.asarray(plain.targets)
     np.testing.assert_array_equal(
@@ -228,9 +238,18 @@ def test_batches_hold_tokens_of_the_vocabulary_and_targets_one_further_on(words,
 
 
 def test_answers_weigh_most_and_text_weighs_one(words, texts):
-    mixture = batches.Mixture(synthetic=1.0, hops=1, recall=0, copying=0, story=0)
+    mixture = batches.Mixture(hops=1, recall=0, copying=0, story=0)
     made = batches.make_batch(
-        texts, words, mixture, seed=0, step=1, rows=6, length=300, loops=4, hops=4
+        texts,
+        words,
+        mixture,
+        seed=0,
+        step=1,
+        rows=6,
+        length=300,
+        synthetic=1.0,
+        loops=4,
+        hops=4,
     )
     answers = 0
     for ids, weights in zip(np.asarray(made.ids), np.asarray(made.weights), strict=True):

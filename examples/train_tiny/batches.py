@@ -20,23 +20,21 @@ SHORTEST = 96  # tokens that every task fits into
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What rows are made of.
+    """What papers are made of, and what they weigh.
 
     Attributes:
-      synthetic: share of rows that hold a paper of a task; the rest are text.
       hops, recall, copying, story: relative shares of the tasks.
       answer_weight: of an answer's tokens in the loss, where text weighs 1.
       paper_weight: of the rest of a paper, whose names and codes cannot be foreseen.
       per_loop: steps that each loop is asked for in several-hop questions; None: the answer.
     """
 
-    synthetic: float = 0.5
     hops: float = 0.5
     recall: float = 0.25
     copying: float = 0.15
     story: float = 0.1
     answer_weight: float = 6.0
-    paper_weight: float = 0.3
+    paper_weight: float = 0.1
     per_loop: int | None = 2
 
 
@@ -81,6 +79,7 @@ def make_batch(
     step: int,
     rows: int,
     length: int,
+    synthetic: float,
     loops: int,
     hops: int,
 ) -> Batch:
@@ -90,6 +89,7 @@ def make_batch(
     in a row could contradict each other.
 
     Args:
+      synthetic: share of rows that hold a paper of a task; the rest are text.
       seed, step: the batch is a function of these and of the shapes.
       hops: most steps of several-hop questions.
 
@@ -103,7 +103,7 @@ def make_batch(
     weights = np.ones((rows, length), np.float32)
     staged: list[tuple[int, int, tuple[int, ...]]] = []
     for row in range(rows):
-        if rng.random() >= mixture.synthetic:
+        if rng.random() >= synthetic:
             ids[row] = texts(rng, length + 1)
             continue
         # Long papers have most of the answers, short ones are learnt from first.

@@ -89,9 +89,9 @@ def training(settings: dict, log: Sequence[dict], manifest: dict) -> str:
         f"{e['name']} ({e['train_tokens']:,} tokens, {e.get('licence', 'local text')})"
         for e in manifest["sources"]
     )
-    steps, minutes = done[-1]["step"], done[-1]["seconds"] / 60
-    tokens = steps * settings["batch_tokens"]
+    steps, seconds, tokens = (done[-1][name] for name in ("step", "seconds", "tokens"))
     staged = mixture["per_loop"]
+    rule = {"adamw": "AdamW", "muon": "Muon and AdamW"}[settings["optimizer"]]
     objective = (
         "Ouro's: the cross-entropy expected over the exit distribution of the gate, minus "
         f"{settings['objective']['entropy']:g} of that distribution's entropy"
@@ -101,16 +101,19 @@ def training(settings: dict, log: Sequence[dict], manifest: dict) -> str:
             f"; in several-hop questions a loop is asked for the node {staged} steps further on"
             " than the loop before it, the last loop for the answer"
         )
-    lengths = ", ".join(f"{size} up to {end:.0%}" for end, size in schedule["lengths"])
+    stages = "; ".join(
+        f"up to {stage['until']:.0%} {stage['length']} tokens, {stage['tokens']:,} a step, "
+        f"{stage['synthetic']:.0%} of the rows with a task"
+        for stage in schedule["stages"]
+    )
     return table(
         [
             ("Text", sources),
-            ("Tasks", f"{mixture['synthetic']:.0%} of the rows hold one: recall, several hops,"
-             " copying, stories"),
+            ("Tasks", "recall, several hops, copying, stories"),
             ("Objective", objective),
-            ("Length of rows", lengths),
-            ("Run", f"{steps:,} steps, {tokens / 1e6:.0f} million tokens, AdamW, peak learning "
-             f"rate {schedule['peak']:g}, {minutes:.1f} minutes of training steps on {device}"),
+            ("Rows", stages),
+            ("Run", f"{steps:,} steps, {tokens / 1e6:.0f} million tokens, {rule}, peak rate "
+             f"{schedule['peak']:g}, {seconds / 60:.1f} minutes of training steps on {device}"),
         ]
     )  # fmt: skip
 

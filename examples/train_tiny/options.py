@@ -10,7 +10,7 @@ from .batches import Mixture
 from .corpus import Corpus
 from .network import default_attention
 from .objective import Objective
-from .schedule import Schedule, parse_lengths
+from .schedule import STAGES, Schedule, Stage, parse_stages
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +34,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--loops", type=int, default=4)
     model.add_argument("--rope-theta", type=float, default=100_000.0)
     run = parser.add_argument_group("training")
-    run.add_argument("--lengths", type=parse_lengths, default=Schedule(steps=1).lengths)
-    run.add_argument("--batch-tokens", type=int, default=131_072)
+    run.add_argument(
+        "--stages", default=STAGES,
+        help="UNTIL:LENGTH[:TOKENS[:SYNTHETIC]],...: up to which progress, tokens of a row, "
+        "tokens of a step, share of rows with a task",
+    )  # fmt: skip
+    run.add_argument("--batch-tokens", type=int, default=131_072, help="where a stage has none")
     run.add_argument("--peak", type=float, default=3e-3)
     run.add_argument("--warmup", type=int, default=100)
-    run.add_argument("--hops-by", type=float, default=0.4)
+    run.add_argument("--hops-from", type=float, default=0.05)
+    run.add_argument("--hops-by", type=float, default=0.3)
     run.add_argument("--entropy", type=float, default=0.1)
-    run.add_argument("--synthetic", type=float, default=0.5)
+    run.add_argument("--synthetic", type=float, default=0.5, help="where a stage has none")
+    run.add_argument("--paper-weight", type=float, default=0.1)
+    run.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     run.add_argument(
         "--hop-targets", choices=["staged", "final"], default="staged",
         help="what shallow loops are asked in several-hop questions: 2 steps a loop, or the "
@@ -63,16 +70,14 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
         raise ValueError(f"--hidden {args.hidden} is no multiple of --heads {args.heads}")
     if args.attention == "cudnn" and args.dtype == "float32":
         raise ValueError("--attention cudnn has no float32: use --attention chunked")
-    lengths = args.lengths
-    for _, length in lengths:
-        if args.batch_tokens % length:
-            raise ValueError(f"--batch-tokens {args.batch_tokens} is no multiple of {length}")
+    stages = parse_stages(args.stages, tokens=args.batch_tokens, synthetic=args.synthetic)
     schedule = Schedule(
         steps=args.steps,
         minutes=args.minutes,
-        lengths=lengths,
+        stages=stages,
         peak=args.peak,
         warmup=args.warmup,
+        hops_from=args.hops_from,
         hops_by=args.hops_by,
     )
     objective = Objective(
@@ -91,23 +96,24 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
         "num_attention_heads": args.heads,
         "num_key_value_heads": args.heads,
         "head_dim": args.hidden // args.heads,
-        "max_position_embeddings": max(size for _, size in lengths),
+        "max_position_embeddings": max(stage.length for stage in stages),
         "rope_theta": args.rope_theta,
         "total_ut_steps": args.loops,
     }
-    plan = dataclasses.asdict(schedule) | {"lengths": [list(pair) for pair in lengths]}
+    mixture = Mixture(per_loop=per_loop, paper_weight=args.paper_weight)
     return {
         "model": model,
         "objective": dataclasses.asdict(objective),
-        "schedule": plan,
-        "mixture": dataclasses.asdict(Mixture(synthetic=args.synthetic, per_loop=per_loop)),
+        "schedule": dataclasses.asdict(schedule)
+        | {"stages": [dataclasses.asdict(stage) for stage in stages]},
+        "mixture": dataclasses.asdict(mixture),
+        "optimizer": args.optimizer,
         "seed": args.seed,
-        "batch_tokens": args.batch_tokens,
     }
 
 
 def schedule_of(settings: dict) -> Schedule:
     """The schedule of a run's settings."""
     plan = dict(settings["schedule"])
-    plan["lengths"] = tuple((end, size) for end, size in plan["lengths"])
+    plan["stages"] = tuple(Stage(**stage) for stage in plan["stages"])
     return Schedule(**plan)

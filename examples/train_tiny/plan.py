@@ -37,18 +37,26 @@ def operations(config: OuroConfig, length: int, *, remat: bool) -> float:
     return config.total_ut_steps * ((4 if remat else 3) * loop + 4 * head)
 
 
-def memory(config: OuroConfig, objective: Objective, rows: int, length: int) -> dict[str, int]:
+def memory(
+    config: OuroConfig, objective: Objective, rule: str, rows: int, length: int
+) -> dict[str, int]:
     """Bytes of one step: `arguments` (weights, optimiser, batch) and `temporary`."""
     leaf = jax.ShapeDtypeStruct
     params = param_shapes(config, "float32")
-    optimizer = jax.eval_shape(lambda p: make_optimizer(p).init(p), params)
+    optimizer = jax.eval_shape(lambda p: make_optimizer(p, rule).init(p), params)
     batch = Batch(
         ids=leaf((rows, length), "int32"),  # type: ignore[arg-type]
         targets=leaf((config.total_ut_steps, rows, length), "int32"),  # type: ignore[arg-type]
         weights=leaf((rows, length), "float32"),  # type: ignore[arg-type]
     )
     lowered = train_step.lower(
-        params, optimizer, batch, leaf((), "float32"), config=config, objective=objective
+        params,
+        optimizer,
+        batch,
+        leaf((), "float32"),
+        config=config,
+        objective=objective,
+        rule=rule,
     )
     planned = lowered.compile().memory_analysis()
     assert planned is not None
@@ -67,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = OuroConfig(**settings["model"], eos_token_ids=(0,))
     objective = Objective(**settings["objective"])
     print(f"{config.num_parameters:,} parameters, {2 * config.num_parameters / 2**20:.1f} MiB")
-    for end, length in schedule_of(settings).lengths:
-        rows = max(1, args.batch_tokens // length)
+    for stage in schedule_of(settings).stages:
+        rows, length = stage.rows, stage.length
         each = operations(config, length, remat=objective.remat)
-        line = f"until {end:.0%}: {rows} x {length}, {each / 1e6:.0f} MFLOP a token, "
+        line = f"until {stage.until:.0%}: {rows} x {length}, {each / 1e6:.0f} MFLOP a token, "
         line += f"{each * rows * length / 1e12:.1f} TFLOP a step"
         if not args.no_memory:
-            planned = memory(config, objective, rows, length)
+            planned = memory(config, objective, settings["optimizer"], rows, length)
             line += "".join(
                 f", {name} {size / 2**30:.2f} GiB" for name, size in planned.items()
             )

@@ -1,4 +1,4 @@
-"""How a run spends its budget: length of rows, chains, and the learning rate."""
+"""How a run spends its budget: stages of rows, chains, and the learning rate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,45 @@ import math
 from .hops import MAX_HOPS
 
 
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of a run.
+
+    Attributes:
+      until: progress at which it ends.
+      length: tokens of a row.
+      tokens: of a step, a multiple of `length`.
+      synthetic: share of rows that hold a paper of a task.
+
+    Raises:
+      ValueError: rows that do not fill the step.
+    """
+
+    until: float
+    length: int
+    tokens: int
+    synthetic: float
+
+    def __post_init__(self):
+        if self.length < 1 or self.tokens < 1 or self.tokens % self.length:
+            raise ValueError(
+                f"the tokens of a step ({self.tokens}) must be a multiple of those of a row "
+                f"({self.length})"
+            )
+        if not 0 <= self.synthetic <= 1:
+            raise ValueError(f"a share of rows must be in [0, 1], got {self.synthetic}")
+
+    @property
+    def rows(self) -> int:
+        """Of a step."""
+        return self.tokens // self.length
+
+
+# Retrieval has to be found before there is anything to follow: many small steps on short rows,
+# nearly all of them tasks. Then text, and length.
+STAGES = "0.30:256:32768:0.85,0.45:512:65536:0.5,0.75:2048:131072:0.4,1:8192:131072:0.4"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A plan over progress, the part of the budget that is spent, in [0, 1].
@@ -15,22 +54,24 @@ class Schedule:
     Attributes:
       steps, minutes: the budget; exactly one of them. Minutes are those of training steps,
         compilation and evaluation left out.
-      lengths: (progress up to which, tokens of a row), in rising order; the last ends at 1.
+      stages: in rising order; the last ends at 1.
       peak: learning rate.
       warmup: steps of linear rise.
       floor: of the cosine, as a part of the peak.
-      hops_by: progress at which chains have their full length; they start at 1.
+      hops_from, hops_by: progress up to which chains have one step, and at which they have
+        their full length.
 
     Raises:
-      ValueError: no budget or two, or lengths that do not end at 1.
+      ValueError: no budget or two, or stages that do not end at 1.
     """
 
     steps: int | None = None
     minutes: float | None = None
-    lengths: tuple[tuple[float, int], ...] = ((0.35, 512), (0.75, 2048), (1.0, 8192))
+    stages: tuple[Stage, ...]
     peak: float = 3e-3
     warmup: int = 100
     floor: float = 0.02
+    hops_from: float = 0.0
     hops_by: float = 0.4
 
     def __post_init__(self):
@@ -39,9 +80,14 @@ class Schedule:
         budget = self.steps if self.minutes is None else self.minutes
         if not budget or budget <= 0:
             raise ValueError(f"the budget must be positive, got {budget}")
-        ends = [end for end, _ in self.lengths]
+        ends = [stage.until for stage in self.stages]
         if not ends or ends != sorted(ends) or ends[-1] != 1.0:
-            raise ValueError(f"lengths must rise to an end of 1, got {self.lengths}")
+            raise ValueError(f"stages must rise to an end of 1, got {self.stages}")
+        if not 0 <= self.hops_from < self.hops_by:
+            raise ValueError(
+                f"chains must begin to grow before they end to: hops_from={self.hops_from}, "
+                f"hops_by={self.hops_by}"
+            )
 
     def progress(self, step: int, seconds: float) -> float:
         """Part of the budget spent after `step` steps and so many seconds of training."""
@@ -50,13 +96,14 @@ class Schedule:
         assert self.minutes is not None
         return seconds / (60 * self.minutes)
 
-    def length(self, progress: float) -> int:
-        """Tokens of a row."""
-        return next((size for end, size in self.lengths if progress < end), self.lengths[-1][1])
+    def stage(self, progress: float) -> Stage:
+        """The stage at some progress."""
+        return next((s for s in self.stages if progress < s.until), self.stages[-1])
 
     def hops(self, progress: float) -> int:
         """Most steps of a several-hop question."""
-        share = min(1.0, progress / self.hops_by)
+        share = (progress - self.hops_from) / (self.hops_by - self.hops_from)
+        share = min(1.0, max(0.0, share))
         return max(1, min(MAX_HOPS, 1 + int(share * (MAX_HOPS - 1))))
 
     def rate(self, step: int, progress: float) -> float:
@@ -66,17 +113,22 @@ class Schedule:
         return self.peak * rise * (self.floor + (1 - self.floor) * cosine)
 
 
-def parse_lengths(text: str) -> tuple[tuple[float, int], ...]:
-    """Stages such as "0.35:512,0.75:2048,1:8192".
+def parse_stages(text: str, *, tokens: int, synthetic: float) -> tuple[Stage, ...]:
+    """Stages such as "0.5:512,1:2048:65536:0.3": until which progress, tokens of a row, and
+    where they differ from the arguments tokens of a step and the share of tasks.
 
     Raises:
       ValueError: anything else.
     """
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return tuple((float(end), int(size)) for end, size in pairs)
-    except ValueError:
-        raise ValueError(
-            f"lengths look like 0.35:512,0.75:2048,1:8192 (until which progress: tokens), got "
-            f"{text!r}"
-        ) from None
+    stages = []
+    for part in text.split(","):
+        fields = part.split(":")
+        try:
+            until, length, per_step, share = fields + [tokens, synthetic][len(fields) - 2 :]
+            stages.append(Stage(float(until), int(length), int(per_step), float(share)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "stages look like 0.5:512,1:2048:65536:0.3 (until which progress, tokens of a "
+                f"row, tokens of a step, share of tasks), got {part!r}: {error}"
+            ) from error
+    return tuple(stages)

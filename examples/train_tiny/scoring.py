@@ -139,11 +139,12 @@ def quick_look(
     text = make_batch(
         corpus.held,
         corpus.lexicon,
-        Mixture(synthetic=0.0),
+        Mixture(),
         seed=2**31,
         step=0,
         rows=rows,
         length=length,
+        synthetic=0.0,
         loops=loops,
         hops=1,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import optax.contrib
 
 from sparse_loop_jax.checkpoint.atomic import new_directory
 from sparse_loop_jax.models import OuroConfig, OuroParams
@@ -31,22 +32,39 @@ class TrainState:
     optimizer: Any  # state of `make_optimizer`
     step: int
     seconds: float  # of training, the schedule's clock
+    tokens: int  # trained on
 
 
-def make_optimizer(params: OuroParams) -> optax.GradientTransformation:
-    """AdamW (0.9, 0.95) with decay 0.1 of matrices, after clipping to a norm of 1.
+def make_optimizer(params: OuroParams, rule: str) -> optax.GradientTransformation:
+    """Clipping to a norm of 1, AdamW (0.9, 0.95) or Muon, and decay 0.1 of matrices.
 
     The learning rate is left to the step: updates are subtracted times it. Tables and vectors
     are not decayed.
+
+    Args:
+      rule: "adamw", or "muon" (Jordan et al. 2024): matrices move along their momentum with
+        its singular values made equal, scaled to the root mean square of an Adam step (Liu et
+        al. 2025, arXiv 2502.16982); tables and vectors are Adam's, with Nesterov momentum.
     """
 
-    def decayed(path, leaf):
+    def is_matrix(path, leaf):
         return leaf.ndim == 2 and path[-1].name not in ("embed", "head", "exit_gate")
 
+    matrices = jax.tree_util.tree_map_with_path(is_matrix, params)
+    move = optax.scale_by_adam(b1=0.9, b2=0.95)
+    if rule == "muon":
+        numbers = optax.contrib.MuonDimensionNumbers()
+        move = optax.contrib.muon(
+            -1.0,  # it turns the sign as well
+            adam_b1=0.9,
+            adam_b2=0.95,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=jax.tree.map(
+                lambda matrix: numbers if matrix else None, matrices
+            ),
+        )
     return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.scale_by_adam(b1=0.9, b2=0.95),
-        optax.add_decayed_weights(0.1, jax.tree_util.tree_map_with_path(decayed, params)),
+        optax.clip_by_global_norm(1.0), move, optax.add_decayed_weights(0.1, matrices)
     )
 
 
@@ -65,7 +83,12 @@ def save(state: TrainState, directory: Path, settings: dict) -> None:
         with new_directory(directory / name) as target:
             for index, leaf in enumerate(jax.tree.leaves((state.params, state.optimizer))):
                 np.save(target / f"{index:03d}.npy", np.asarray(leaf))
-            facts = {"step": state.step, "seconds": state.seconds, "settings": settings}
+            facts = {
+                "step": state.step,
+                "seconds": state.seconds,
+                "tokens": state.tokens,
+                "settings": settings,
+            }
             (target / "state.json").write_text(json.dumps(facts, indent=1), "utf-8")
     pointer = directory / f".{NEWEST}.tmp"
     pointer.write_text(name, "utf-8")
@@ -97,7 +120,9 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
             "same ones, or start in another folder"
         )
     shapes = param_shapes(config, "float32")
-    expected = jax.eval_shape(lambda p: (p, make_optimizer(p).init(p)), shapes)
+    expected = jax.eval_shape(
+        lambda p: (p, make_optimizer(p, settings["optimizer"]).init(p)), shapes
+    )
     wanted, structure = jax.tree.flatten(expected)
     leaves = [np.load(source / f"{index:03d}.npy") for index in range(len(wanted))]
     for index, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
@@ -107,4 +132,4 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
                 f"{want.dtype}{list(want.shape)}"
             )
     params, optimizer = jax.tree.unflatten(structure, [jax.numpy.asarray(x) for x in leaves])
-    return TrainState(params, optimizer, facts["step"], facts["seconds"])
+    return TrainState(params, optimizer, facts["step"], facts["seconds"], facts["tokens"])

@@ -39,13 +39,17 @@ from .state import TrainState, make_optimizer, restore, save
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "objective"), donate_argnames=("params", "optimizer")
+    jax.jit,
+    static_argnames=("config", "objective", "rule"),
+    donate_argnames=("params", "optimizer"),
 )
-def train_step(params, optimizer, batch: Batch, rate, *, config: OuroConfig, objective):
+def train_step(
+    params, optimizer, batch: Batch, rate, *, config: OuroConfig, objective, rule: str
+):
     """One update: new weights, new optimiser state, and metrics, loss and norm among them."""
     compute = jax.value_and_grad(loss_and_metrics, has_aux=True)
     (loss, metrics), gradient = compute(params, config, objective, batch)
-    transform = make_optimizer(params)
+    transform = make_optimizer(params, rule)
     updates, optimizer = transform.update(gradient, optimizer, params)
     params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
     squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)]
@@ -73,24 +77,22 @@ class Run:
     mixture: Mixture
     schedule: Schedule
     corpus: corpora.Corpus
+    rule: str  # of the optimiser
     seed: int
-    batch_tokens: int
     every: int  # steps between lines of the log
-
-    def rows(self, length: int) -> int:
-        return max(1, self.batch_tokens // length)
 
     def batch(self, step: int, progress: float) -> Batch:
         """The batch of a step, as numpy arrays."""
-        length = self.schedule.length(progress)
+        stage = self.schedule.stage(progress)
         return make_batch(
             self.corpus.train,
             self.corpus.lexicon,
             self.mixture,
             seed=self.seed,
             step=step,
-            rows=self.rows(length),
-            length=length,
+            rows=stage.rows,
+            length=stage.length,
+            synthetic=stage.synthetic,
             loops=self.config.total_ut_steps,
             hops=self.schedule.hops(progress),
         )
@@ -100,7 +102,7 @@ def advance(
     run: Run,
     state: TrainState,
     log: Log,
-    compiled: set[int],
+    compiled: set[tuple[int, ...]],
     *,
     stop: Callable[[int], bool],
 ) -> TrainState:
@@ -110,9 +112,10 @@ def advance(
     run, not while a new shape compiles.
 
     Args:
-      compiled: lengths whose program exists; added to.
+      compiled: shapes of batches whose program exists; added to.
     """
     params, optimizer, step, seconds = state.params, state.optimizer, state.step, state.seconds
+    trained = state.tokens
     pool = ThreadPoolExecutor(1)
 
     def submit(at: int):
@@ -126,6 +129,7 @@ def advance(
         batch, progress = ahead.result(), run.schedule.progress(step, seconds)
         ahead = submit(step + 1)
         start, length = time.perf_counter(), batch.ids.shape[1]
+        trained += batch.ids.size
         rate = run.schedule.rate(step, progress)
         params, optimizer, metrics = train_step(
             params,
@@ -134,6 +138,7 @@ def advance(
             jnp.float32(rate),
             config=run.config,
             objective=run.objective,
+            rule=run.rule,
         )
         loss = float(metrics["loss"])  # waits for the step
         spent = time.perf_counter() - start
@@ -142,11 +147,11 @@ def advance(
             raise FloatingPointError(
                 f"the loss is {loss} after step {step}: start again with a lower --peak"
             )
-        if length in compiled:
+        if batch.ids.shape in compiled:
             seconds += spent
             tokens += batch.ids.size
         else:
-            compiled.add(length)
+            compiled.add(batch.ids.shape)
             log("compiled", length=length, rows=len(batch.ids), seconds=round(spent, 1))
             since = time.perf_counter()
         if step % run.every == 0:
@@ -166,17 +171,21 @@ def advance(
             )
             tokens, since = 0, time.perf_counter()
     pool.shutdown(cancel_futures=True)
-    return TrainState(params, optimizer, step, seconds)
+    return TrainState(params, optimizer, step, seconds, trained)
 
 
 def look(run: Run, state: TrainState, log: Log) -> None:
     """Writes held-out numbers to the log, at the length of the rows now trained on."""
-    length = run.schedule.length(run.schedule.progress(state.step, state.seconds))
-    rows = max(1, min(16, run.rows(length)))
+    stage = run.schedule.stage(run.schedule.progress(state.step, state.seconds))
     found = quick_look(
-        state.params, run.config, run.objective, run.corpus, length=length, rows=rows
+        state.params,
+        run.config,
+        run.objective,
+        run.corpus,
+        length=stage.length,
+        rows=min(16, stage.rows),
     )
-    log("held_out", step=state.step, length=length, **found)
+    log("held_out", step=state.step, length=stage.length, **found)
 
 
 def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
@@ -191,7 +200,8 @@ def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
     if folder.exists():
         raise ValueError(f"{args.out} has a run in it: resume it (--resume) or name another")
     params = initial_params(config, jax.random.key(args.seed))
-    return TrainState(params, make_optimizer(params).init(params), 0, 0.0)
+    transform = make_optimizer(params, settings["optimizer"])
+    return TrainState(params, transform.init(params), 0, 0.0, 0)
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
@@ -217,8 +227,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         Mixture(**settings["mixture"]),
         schedule,
         corpus,
+        settings["optimizer"],
         args.seed,
-        args.batch_tokens,
         args.log_every,
     )
 
@@ -226,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         minutes = (time.perf_counter() - began) / 60
         return args.command_minutes is not None and minutes >= args.command_minutes
 
-    compiled: set[int] = set()
+    compiled: set[tuple[int, ...]] = set()
     while True:
         pause = state.step + args.save_every
         state = advance(
@@ -243,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         model = Ouro(config, params=state.params)
         model.tokenizer = corpus.lexicon.tokenizer
         save_orbax(model, args.out / "model")
-        log("done", step=state.step, seconds=round(state.seconds, 1))
+        log("done", step=state.step, seconds=round(state.seconds, 1), tokens=state.tokens)
     else:
         log("paused", step=state.step, progress=schedule.progress(state.step, state.seconds))
     return done
