@@ -123,28 +123,29 @@ def _prefill_rows(params, state: DecodeState, rows: RowData, tokens, valid, ends
     return _install(state, few, target), (output.tokens, output.count, output.exit_loops)
 
 
-def edit_rows(
-    state: DecodeState, grown: tuple[np.ndarray, np.ndarray, np.ndarray], killed: np.ndarray
-) -> DecodeState:
-    """Adds pages to rows and ends rows.
+def edit_rows(state: DecodeState, grown: np.ndarray, killed: np.ndarray) -> DecodeState:
+    """Adds blocks to rows and ends rows.
 
     Args:
       state: its page table and `remaining` are donated.
-      grown: row int32 [G] (past the end for none), place in its table int32 [G], and the
-        pages int32 `[G, loops]`.
+      grown: int32 `[G, 3]`: row (past the end for none), place in its table, and block.
       killed: bool [rows]; these emit and write nothing from now on.
     """
-    # Without the pools: passing a hundred arrays through costs more than the edit.
-    table, remaining = _edit_rows(state.cache.page_table, state.remaining, grown, killed)
+    # Without the pools: passing a hundred arrays through costs more than the edit. And what
+    # the host says is one transfer.
+    said = np.concatenate([grown.ravel(), killed.astype(np.int32)])
+    table, remaining = _edit_rows(state.cache.page_table, state.remaining, said)
     cache = dataclasses.replace(state.cache, page_table=table)
     return dataclasses.replace(state, cache=cache, remaining=remaining)
 
 
 @functools.partial(jax.jit, donate_argnames=("table", "remaining"))
-def _edit_rows(table, remaining, grown, killed):
-    row, place, pages = grown
+def _edit_rows(table, remaining, said):
+    rows, loops, _ = table.shape
+    row, place, block = said[:-rows].reshape(-1, 3).T
+    pages = block[:, None] * loops + jnp.arange(loops, dtype=jnp.int32)[None]
     table = table.at[row, :, place].set(pages, mode="drop")
-    return table, jnp.where(killed, 0, remaining)
+    return table, jnp.where(said[-rows:] > 0, 0, remaining)
 
 
 # Keys and values, per layer.

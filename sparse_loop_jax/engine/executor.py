@@ -191,12 +191,9 @@ class Executor:
         kill[list(killed)] = True
         size = self.sizes.rows * (1 + -(-self.spec.rows // self.sizes.page_size))
         for first in range(0, max(len(entries), 1 if len(killed) else 0), size):
-            row = np.full(size, self.sizes.rows, np.int32)
-            place = np.zeros(size, np.int32)
-            pages = np.zeros((size, self.sizing.loops), np.int32)
-            for i, (r, p, block) in enumerate(entries[first : first + size]):
-                row[i], place[i], pages[i] = r, p, self._pages(block)
-            edit = (row, place, pages)
+            part = entries[first : first + size]
+            edit = np.full((size, 3), self.sizes.rows, np.int32)
+            edit[: len(part)] = np.reshape(part, (-1, 3))
             self.driver.edit(
                 lambda state, edit=edit: (device.edit_rows(state, edit, kill), None)
             )
