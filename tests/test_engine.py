@@ -362,12 +362,13 @@ def test_a_preempted_request_keeps_its_bytes(make_engine):
     np.testing.assert_array_equal(written, written_again)
 
 
-def test_longer_requests_widen_tables_and_store(make_engine, monkeypatch):
-    """A running sparse request is not disturbed when a longer one needs more capacity."""
+def test_tables_and_store_follow_the_longest_request(make_engine, monkeypatch):
+    """A running sparse request is not disturbed when a longer one comes, nor when it goes."""
     monkeypatch.setattr(sizing, "_FIRST_SPAN", CONTEXT)
     rng = np.random.default_rng(6)
-    long = ("long", rng.integers(1, 128, 150).tolist(), slj.SamplingParams(max_tokens=8))
-    short = ("short", rng.integers(1, 128, 20).tolist(), slj.SamplingParams(max_tokens=30))
+    long = ("long", rng.integers(1, 128, 122).tolist(), slj.SamplingParams(max_tokens=8))
+    params = slj.SamplingParams(max_tokens=35, ignore_eos=True)
+    short = ("short", rng.integers(1, 128, 20).tolist(), params)
 
     def store(engine):
         return engine._loop.executor.driver.state.store
@@ -379,14 +380,24 @@ def test_longer_requests_widen_tables_and_store(make_engine, monkeypatch):
         while len(engine._loop.requests["short"].tokens) < 8:
             told = engine.step()
         assert store(engine).capacity == narrow
+        assert len(told[0].token_ids) < 35
         engine.add_request(*long)
-        final = {o.request_id: o for o in _to_the_end(engine)}
+        engine.step()
         assert store(engine).capacity > narrow
         assert store(engine).nbytes == engine.memory_plan.reference_store
-        assert len(told[0].token_ids) < len(final["short"].token_ids)
+        while "long" in engine._loop.requests:
+            told += engine.step()
+        engine.step()
+        assert engine._loop.requests["short"].remaining > 0
+        assert store(engine).capacity == narrow
+        final = {o.request_id: o for o in [*told, *_to_the_end(engine)]}
         _assert_drained(engine)
-        # Both again, on the wide state from the start.
+        # Both again, the short one beside the long one from the start.
         again = engine.run([short, long])
+        assert store(engine).capacity == narrow
+        compiled = engine.metrics()["compilations"]
+        engine.run([short, long])
+        assert engine.metrics()["compilations"] == compiled
     assert [o.token_ids for o in again] == [final[n].token_ids for n in ("short", "long")]
 
 

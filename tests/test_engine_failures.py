@@ -171,7 +171,7 @@ def test_room_for_a_longer_request_that_cannot_be_had(
     asked, want = requests
     long = ("long", [1] * 150, slj.SamplingParams(max_tokens=2))
     with make_engine(max_context=512) as engine:
-        fail_at(device, "widen", 1)
+        fail_at(device, "resize", 1)
         with pytest.raises(_InjectedError):
             _drive(engine, [*asked, long], {})
         assert len(engine.step()) > 0

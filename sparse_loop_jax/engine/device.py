@@ -63,14 +63,14 @@ def _new_store(spec: DecodeSpec, sizes: Sizes):
     )
 
 
-def widen(state: DecodeState, sizes: Sizes, key_counts: np.ndarray | None) -> DecodeState:
-    """The state for longer requests: a wider page table, a store of more capacity.
+def resize(state: DecodeState, sizes: Sizes, key_counts: np.ndarray | None) -> DecodeState:
+    """The state for longer or shorter requests: another page table, another store.
 
     The store's payloads are fresh, nothing is copied; to be done while no round is
     outstanding. Slots keep their versions, so a lease of the old store owns nothing of the
     new one.
     """
-    table, pages = state.cache.page_table, state.cache.num_pages
+    table, pages = state.cache.page_table[:, :, : sizes.width], state.cache.num_pages
     more = jnp.full((*table.shape[:2], sizes.width - table.shape[2]), pages, jnp.int32)
     table = jnp.concatenate([table, more], axis=2)
     store = state.store

@@ -241,13 +241,16 @@ class Executor:
         request.blocks_on_device = len(request.blocks)
         request.swapped = None
 
-    def widen(self, tokens: int) -> None:
-        """Makes room for requests of so many K/V tokens. No round may be outstanding."""
+    def resize(self, tokens: int) -> None:
+        """Takes the bucket for requests of up to so many K/V tokens.
+
+        No round may be outstanding, and every request must fit.
+        """
         if self.driver.outstanding:
             raise RuntimeError(f"{self.driver.outstanding} rounds are outstanding")
         sizes = self.sizing.sizes_at(tokens)
         counts = self.sizing.key_counts(sizes)
-        self.driver.edit(lambda state: (device.widen(state, sizes, counts), None))
+        self.driver.edit(lambda state: (device.resize(state, sizes, counts), None))
         self.sizes = sizes
 
     def _written(self, request: Request) -> Iterator[np.ndarray]:

@@ -92,7 +92,7 @@ class ServingLoop:
         while (request := self.scheduler.admit()) is not None:
             if self._sizing.sizes_at(request.kv_tokens).width > self.executor.sizes.width:
                 self.collect_all()
-                self.executor.widen(request.kv_tokens)
+                self.executor.resize(request.kv_tokens)
             if request.swapped is not None:
                 self.executor.swap_in(request)
                 self.metrics.add(resumptions=1)
@@ -101,6 +101,18 @@ class ServingLoop:
                     prefix_queried_tokens=len(request.prompt),
                     prefix_reused_tokens=request.reused,
                 )
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """Back to smaller tables and a smaller store when the long requests have gone.
+
+        What rounds do over the width of a table, a selection of keys most of all, is cheaper
+        then. Programs of the narrow state are compiled already, unless it never was one.
+        """
+        longest = max((request.kv_tokens for request in self.scheduler.running), default=0)
+        if longest and self._sizing.sizes_at(longest).width < self.executor.sizes.width:
+            self.collect_all()
+            self.executor.resize(longest)
 
     def _prefill(self) -> bool:
         """Submits prompt tokens, at most `max_prefill_tokens` with their padding."""
