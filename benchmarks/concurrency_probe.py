@@ -274,6 +274,18 @@ def _same(tokens: list[list[int]], dense: list[list[int]] | None) -> float | Non
     return None if dense is None else float(np.mean(np.array(tokens) == np.array(dense)))
 
 
+def _against_dense(row: report.Row, rows: Sequence[report.Row]) -> report.Row:
+    """Throughput and p95 of the first token over those of dense decoding, where it was run."""
+    names = {"of dense": "tokens/s", "first token of dense": "first token p95 ms"}
+    dense = next(
+        (r for r in rows if r["mode"] == "dense" and r["requests"] == row["requests"]), None
+    )
+    return {
+        ratio: None if dense is None else row[name] / dense[name]
+        for ratio, name in names.items()
+    }
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise RuntimeError(message)
@@ -331,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"\n{failures[-1]}", flush=True)
                 continue
             dense_tokens = tokens if mode == "dense" else dense_tokens
+            row |= _against_dense(row, rows)
             rows.append(row)
             print(
                 f"\n{case}:", ", ".join(f"{k} {_text(v)}" for k, v in row.items()), flush=True

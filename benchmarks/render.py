@@ -134,6 +134,36 @@ TABLES = {
             "peak GB": "peak GB",
         },
     ),
+    "concurrency": Table(
+        "concurrency",
+        {
+            "requests": "requests",
+            "mode": "mode",
+            "tokens/s": "tokens/s",
+            "speed of dense": "of dense",
+            "first token p95 ms": "first token p95 ms",
+            "p95 of dense": "first token of dense",
+            "ms a round": "ms/round",
+            "times the floor": "times floor",
+            "accepted": "acceptance",
+        },
+    ),
+    "concurrency, what is held": Table(
+        "concurrency",
+        {
+            "requests": "requests",
+            "mode": "mode",
+            "rounds": "rounds",
+            "rows captured": "captured",
+            "rows consumed": "consumed",
+            "store MB": "store MB",
+            "planned store GB": "planned store GB",
+            "planned GB": "planned GB",
+            "peak GB": "peak GB",
+            "same tokens as dense": "same as dense",
+            "warm-up s": "warm-up s",
+        },
+    ),
 }
 
 
@@ -175,6 +205,11 @@ GOALS: dict[str, list[tuple[Row, str]]] = {
         *_cases("8x8192 >= 1.0 the better", retention=0.1, **{"draft loops": 2}),
     ],
     "prefill": [({"batch": 1, "tokens": 8192}, "<= 0.30 s")],
+    "concurrency": [
+        ({"mode": "dense", "requests": 32}, "> 1200 tokens/s, <= 1.5 floors"),
+        ({"mode": "r=0.1"}, ">= 0.95 of dense, first token <= 1.1"),
+        ({"mode": "r=0.5", "requests": 64}, "within the plan"),
+    ],
 }
 
 

@@ -97,6 +97,19 @@ def test_a_case_that_ran_in_another_mode_has_failed(
         probe._check_sparse(here, run, retention, store)
 
 
+def test_ratios_are_those_to_dense_decoding_of_as_many_requests(probe):
+    def row(mode, requests, speed, first):
+        return {
+            "mode": mode, "requests": requests, "tokens/s": speed, "first token p95 ms": first
+        }  # fmt: skip
+
+    dense = [row("dense", 64, 7.0, 7.0), row("dense", 32, 8.0, 50.0)]
+    sparse = row("r=0.1", 32, 6.0, 60.0)
+    ratios = probe._against_dense(sparse, [*dense, sparse])
+    assert ratios == {"of dense": 0.75, "first token of dense": 1.2}
+    assert set(probe._against_dense(sparse, dense[:1]).values()) == {None}
+
+
 def test_a_case_that_fails_is_told_and_the_next_one_runs(probe, monkeypatch, capsys):
     def measure_case(_probe, mode, requests, dense_tokens):
         if mode == "dense":
