@@ -81,7 +81,6 @@ def speculative_step(
     round_ = references.open_round(state, retire, wanted)
     rows = round_.rows
     offsets = jnp.arange(width, dtype=jnp.int32)[None]
-    most = jnp.max(rows)
 
     def draft_row(i, carry):
         draft, cache, sparse = carry
@@ -96,11 +95,12 @@ def speculative_step(
         )
         sparse = references.with_plan(done.sparse, round_.sparse)
         draft = dataclasses.replace(draft, hidden=_put(draft.hidden, done.hidden[:, 0], i))
-        # The last row has no candidate to give: it is there for the bonus token.
-        draft = jax.lax.cond(
-            i < most - 1, propose, lambda d, *_: d, draft, done.hidden[:, 0], i
-        )
         return draft, done.cache, sparse
+
+    def draft_and_propose(i, carry):
+        draft, cache, sparse = draft_row(i, carry)
+        hidden = jax.lax.dynamic_index_in_dim(draft.hidden, i, axis=1, keepdims=False)
+        return propose(draft, hidden, i), cache, sparse
 
     def propose(draft, hidden, i):
         logits = lm_logits(params, hidden)
@@ -115,9 +115,13 @@ def speculative_step(
             draft, token=token, candidates=_put(draft.candidates, token, i)
         )
 
-    draft, cache, sparse = jax.lax.fori_loop(
-        0, most, draft_row, (_empty_draft(params, state, width), state.cache, round_.sparse)
-    )
+    # A loop whose length is data makes the host wait for each of its turns. It is worth that
+    # only where requests choose how many tokens they draft.
+    last = jnp.maximum(jnp.max(rows), 1) - 1 if speculative.adaptive else width - 1
+    carry = (_empty_draft(params, state, width), state.cache, round_.sparse)
+    carry = jax.lax.fori_loop(0, last, draft_and_propose, carry)
+    # The last row has no candidate to give: it is there for the bonus token.
+    draft, cache, sparse = draft_row(last, carry)
     done = run_loops(
         params,
         spec,
