@@ -14,9 +14,9 @@ from sparse_loop_jax.cli.evaluate import parse_retentions
 from sparse_loop_jax.evaluate import evaluate, read_json, text_windows
 from sparse_loop_jax.evaluate.answers import is_right
 from sparse_loop_jax.evaluate.plots import plot_positions
-from sparse_loop_jax.evaluate.text import kv_bytes
+from sparse_loop_jax.evaluate.text import kv_bytes, standard_error
 
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fort"
+TEXT = "It is a truth universally acknowledged, that a single "
 PROMPTS = ("What is the first letter? ", "And what the second?")
 OPTIONS = ("--retentions=0.3", "--windows=3", "--window=24", "--prefix=8", "--prompts=0")
 
@@ -66,6 +66,17 @@ def test_perplexity_is_that_of_forward(model, result):
     assert dense["nll"] == pytest.approx(np.mean(nll), abs=1e-5)
     assert dense["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-5)
     assert (dense["nll change"], dense["KL"], dense["agreement"]) == (0.0, 0.0, 1.0)
+
+
+def test_the_standard_error_counts_windows_by_their_tokens():
+    values, groups = np.array([1.0, 2.0, 5.0, 8.0]), np.array([0, 0, 1, 1])
+    # Equal groups: means 1.5 and 6.5, a deviation of 5 / sqrt(2), over sqrt(2).
+    assert standard_error(values, groups) == pytest.approx(2.5)
+    # By hand, mean 4: deviations summed by group -5 and 5, then -5, 1 and 4.
+    assert standard_error(values, np.array([0, 0, 1, 2])) == pytest.approx(
+        np.sqrt(3 / 2 * (25 + 1 + 16)) / 4
+    )
+    assert standard_error(values, np.zeros(4)) is None
 
 
 def test_the_sparse_row_is_of_sparse_decoding(result):

@@ -46,8 +46,13 @@ def test_fewer_windows_are_evenly_spaced(mute):
     every = text_windows(mute, ids, window=12, prefix=4)
     assert len(every) == 12
     some = text_windows(mute, ids, window=12, prefix=4, most=3)
-    assert [w.ids[0] for w in some] == [0, 48, 88]
+    # The last window has seven rows, and is taken where all are.
+    assert [(w.ids[0], w.rows) for w in some] == [(0, 8), (40, 8), (80, 8)]
     assert len(text_windows(mute, ids, window=12, prefix=4, most=99)) == 12
+    assert [w.rows for w in text_windows(mute, ids, window=12, prefix=4, most=12)][-1] == 7
+    whole = text_windows(mute, ids[:93], window=12, prefix=4, most=2)
+    assert [w.ids[0] for w in whole] == [0, 80]
+    assert len(text_windows(mute, ids[:20], window=12, prefix=4, most=1)) == 1
     assert evenly([1, 2, 3], None) == [1, 2, 3]
 
 

@@ -85,7 +85,8 @@ def text_windows(
     Args:
       window: tokens that the last row of a window sees.
       prefix: prefilled tokens of each window, at least 1.
-      most: keep so many windows, evenly spaced over the text; None keeps all.
+      most: keep so many windows, evenly spaced over the text; None keeps all. Where some are
+        left out, the last one is if the text's end cuts it short.
 
     Raises:
       ValueError: a size is out of range, or the text is empty or shorter than a prefix and
@@ -116,6 +117,8 @@ def text_windows(
         Forced(ids[start : start + window + 1], prefix)
         for start in range(0, len(ids) - prefix - 1, stride)
     ]
+    if most is not None and most < len(cuts) and len(cuts[-1].ids) <= window:
+        cuts.pop()
     return evenly(cuts, most)
 
 

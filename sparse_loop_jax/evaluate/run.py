@@ -57,7 +57,7 @@ def evaluate(
     - "text", of `text`, a row for each retention. `tokens` judged; `keys read`, the share of
       dense attention's; `KV bytes` that a decoded token reads; `perplexity` and `nll` of
       the text when each token is decoded, not prefilled; `nll change` against dense and its
-      `standard error` over windows; mean and 99th percentile of `KL`(dense || sparse) of
+      `standard error` over windows, each by its tokens; mean and 99th percentile of `KL`(dense || sparse) of
       the next token; `agreement` of the likeliest token with dense's; the mean `margin`
       between the two largest logits, and dense's `margin where changed`, the mean over
       tokens where they disagree. Over `inside_windows` of the windows: mean and least

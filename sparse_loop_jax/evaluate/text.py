@@ -163,7 +163,6 @@ def _text_row(
     config: SparseDecodeConfig, here: _Tokens, dense: _Tokens, inside: _Inside | None, model
 ) -> Row:
     change = (here.nll - dense.nll).astype(np.float64)
-    by_window = [change[here.window == w].mean() for w in np.unique(here.window)]
     flipped = here.predicted != dense.predicted
     row: Row = {
         "retention": config.key_retention,
@@ -173,9 +172,7 @@ def _text_row(
         "perplexity": float(np.exp(here.nll.mean(dtype=np.float64))),
         "nll": float(here.nll.mean(dtype=np.float64)),
         "nll change": float(change.mean()),
-        "standard error": float(np.std(by_window, ddof=1) / len(by_window) ** 0.5)
-        if len(by_window) > 1
-        else None,
+        "standard error": standard_error(change, here.window),
         "KL": float(here.kl.mean(dtype=np.float64)),
         "KL p99": float(np.quantile(here.kl, 0.99)),
         "agreement": float(1 - flipped.mean()),
@@ -190,6 +187,20 @@ def _text_row(
         for i, loop in enumerate(inside.loops[1:], start=1):
             row[f"error in loop {loop}"] = _relative(inside.error[:, i], inside.size[:, i])
     return row
+
+
+def standard_error(values: np.ndarray, groups: np.ndarray) -> float | None:
+    """Of the mean of all values, whose groups are drawn and not they themselves.
+
+    That of a ratio of sums, sum(values) to their number: a group counts by its size. Groups
+    of one size give the standard deviation of their means over the root of their number.
+    None for a single group.
+    """
+    mean = values.mean()
+    sums = np.array([(values[groups == g] - mean).sum() for g in np.unique(groups)])
+    if len(sums) < 2:
+        return None
+    return float(np.sqrt(len(sums) / (len(sums) - 1) * (sums**2).sum()) / len(values))
 
 
 def _attention_rows(config: SparseDecodeConfig, inside: _Inside) -> list[Row]:
