@@ -1,4 +1,7 @@
-"""What counts as a number where a caller passes one: Python's and NumPy's, but no bool."""
+"""What counts as a number where a caller passes one, and as a want of memory.
+
+Numbers are Python's and NumPy's, but no bool.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,14 @@ def plain_int(name: str, value, least: int) -> int:
     if not is_int(value) or value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
     return int(value)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host's or the device's memory was too small, by what JAX's errors say."""
+    signs = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
 
 
 def plain_float(value) -> float:

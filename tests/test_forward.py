@@ -307,3 +307,13 @@ def test_a_second_call_compiles_nothing(small, compile_counter):
     with compile_counter() as compiled:
         slj.forward(small, IDS[:, :3])
     assert compiled.count > 0
+
+
+def test_a_model_prints_on_one_line(small):
+    line = repr(small)
+    assert str(small) == line
+    assert line.startswith("Ouro(2 layers x 3 loops, hidden 16, 4 heads of 8, 2 of K/V, ")
+    assert line.endswith(
+        f"{sum(a.size for a in jax.tree.leaves(small.params)):,} parameters, float32)"
+    )
+    assert "Ouro(2 layers x 3 loops" in repr(nnx.eval_shape(lambda: Ouro(SMALL, rngs=0)))

@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return _complain(str(error))
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(
-            sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "Out of memory")
-        ):
+        from sparse_loop_jax.checks import is_out_of_memory
+
+        if not is_out_of_memory(error):
             raise
         return _complain(_out_of_memory(error))
 

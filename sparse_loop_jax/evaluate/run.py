@@ -57,14 +57,14 @@ def evaluate(
     - "text", of `text`, a row for each retention. `tokens` judged; `keys read`, the share of
       dense attention's; `KV bytes` that a decoded token reads; `perplexity` and `nll` of
       the text when each token is decoded, not prefilled; `nll change` against dense and its
-      `standard error` over windows, each by its tokens; mean and 99th percentile of `KL`(dense || sparse) of
-      the next token; `agreement` of the likeliest token with dense's; the mean `margin`
-      between the two largest logits, and dense's `margin where changed`, the mean over
-      tokens where they disagree. Over `inside_windows` of the windows: mean and least
-      `mass` of the kept keys in the loop that captured them, their `mass in loop` t under
-      that loop's own dense softmax, and `error in loop` t, the norm of the attention
-      output's difference from dense attention of the same input, relative to the norm of
-      the latter.
+      `standard error` over windows, each by its tokens; mean and 99th percentile of
+      `KL`(dense || sparse) of the next token; `agreement` of the likeliest token with
+      dense's; the mean `margin` between the two largest logits, and dense's `margin where
+      changed`, the mean over tokens where they disagree. Over `inside_windows` of the
+      windows: mean and least `mass` of the kept keys in the loop that captured them, their
+      `mass in loop` t under that loop's own dense softmax, and `error in loop` t, the norm
+      of the attention output's difference from dense attention of the same input, relative
+      to the norm of the latter.
     - "attention": those masses and errors by `loop`, `layer` and `head`.
     - "positions": the same by the number of keys that a row saw, `from` .. `to`.
     - "answers", of `questions`: how many are `right`, and how many were `lost` and `won`

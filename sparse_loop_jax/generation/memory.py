@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
+from sparse_loop_jax.checks import is_out_of_memory
 from sparse_loop_jax.generation.setup import Plan
 
 
@@ -22,7 +23,7 @@ def explain_exhaustion(plan: Plan) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if is_out_of_memory(error):
             kv, references = plan.bytes()
             knobs = ["max_new_tokens", "the number or the length of the prompts"]
             if plan.spec.speculative is not None:

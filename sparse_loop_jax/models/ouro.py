@@ -85,6 +85,19 @@ class Ouro(nnx.Module):
     def dtype(self) -> jnp.dtype:
         return jnp.dtype(self.embed[...].dtype)
 
+    def __repr__(self) -> str:
+        config = self.config
+        dtype = jnp.dtype(self.embed.get_value().dtype)  # of an abstract array too
+        count = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config, dtype)))
+        return (
+            f"Ouro({config.num_hidden_layers} layers x {config.total_ut_steps} loops, hidden "
+            f"{config.hidden_size}, {config.num_attention_heads} heads of {config.head_dim}, "
+            f"{config.num_key_value_heads} of K/V, vocabulary {config.vocab_size:,}, context "
+            f"{config.max_position_embeddings:,}, {count:,} parameters, {dtype})"
+        )
+
+    __str__ = __repr__  # NNX's own is a page of every weight
+
     def __call__(self, ids: jax.Array):
         """`sparse_loop_jax.forward(self, ids)`."""
         from sparse_loop_jax.models.forward import forward_params
