@@ -111,3 +111,13 @@ def test_a_kernel_is_interpreted_only_where_there_is_no_gpu():
         with pallas_triton.interpret(True):
             assert pallas_triton.interpreting()
     assert pallas_triton.interpreting() is not on_gpu
+
+
+def test_kernels_release_their_successors(lowered):
+    x, vector = array(1, 1, 64), array(64)
+    args = (x, array(64, 64), x, vector, vector)
+    texts = lowered(functools.partial(linear_add_norm_pallas, eps=1e-6), *args)
+    texts += lowered(project_qkv_pallas, *projection(64))
+    texts += lowered(paged_attention_pallas, *ATTENTION["decode in pieces"][0])
+    assert len(texts) == 5
+    assert all("griddepcontrol.launch_dependents" in text for text in texts)

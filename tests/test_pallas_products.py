@@ -56,7 +56,7 @@ def check(got, want) -> None:
 CONFIG = MatvecConfig(block_out=32, block_in=32, splits=2, num_warps=1, num_stages=2)
 
 
-@pytest.mark.parametrize("lead", [(1,), (3, 1), (2, 5)], ids=str)
+@pytest.mark.parametrize("lead", [(1,), (3, 1), (2, 5), (11, 3)], ids=str)
 def test_products_match_their_references(lead):
     check(*both(linear, rows(*lead), weight()))
     check(*both(gated_linear, rows(*lead), weight(2 * OUTPUTS)))
@@ -103,7 +103,7 @@ def test_the_checker_finds_wrong_products(op):
 @pytest.mark.parametrize(
     ("x", "w", "message"),
     [
-        (rows(33), weight(), "takes 1 to 32 rows, got 33"),
+        (rows(129), weight(), "takes 1 to 128 rows, got 129"),
         (rows(1, dtype="float32"), weight(dtype="float32"), "of float32 rows"),
         (rows(1), weight(dtype="float16"), "bfloat16 rows and float16 weights"),
         (rows(1), weight(outputs=90), r"cannot cut a matrix \(90, 192\)"),
@@ -145,6 +145,13 @@ def test_chosen_blocks_cover_the_matrix():
     assert sliced is not None
     assert sliced.splits == 4
     assert choose_config(40, 2048, gated=False, splits=False) is None
+
+
+def test_rows_up_to_32_share_a_configuration():
+    def chosen(rows):
+        return choose_config(2048, 2048, gated=True, splits=False, rows=rows)
+
+    assert chosen(1) == chosen(32) != chosen(33) == chosen(128)
 
 
 # Projection, rotation and write ----------------------------------------------------------
@@ -213,7 +220,7 @@ def test_the_checker_finds_wrong_projections():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (project(np.zeros((3, 11)), np.ones((3, 11), bool)), "takes 1 to 32 rows: 33"),
+        (project(np.zeros((3, 43)), np.ones((3, 43), bool)), "takes 1 to 128 rows: 129"),
         (project([[1], [1]], [[True], [True]], dtype="float32"), "of float32 rows"),
         (project([[1], [1]], [[True], [True]], dim=24), "cannot cut heads of 24"),
     ],

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from sparse_loop_jax.kernels import tuning
+from sparse_loop_jax.kernels.matvec import pallas as products
 from sparse_loop_jax.kernels.paged_attention import pallas as paged
+from sparse_loop_jax.kernels.project_qkv import pallas as projection
 from sparse_loop_jax.kernels.select_keys import pallas as select
 from sparse_loop_jax.kernels.sparse_attention import pallas as sparse
 
@@ -45,6 +47,24 @@ ENTRIES = {
         "config": {"block_keys": 16, "splits": 2, "num_warps": 2, "num_stages": 4},
     },
     "select_keys": {"key": {"rows": 16, "length": 64}, "config": {"num_warps": 2}},
+    "project_qkv": {
+        "key": {"rows": 32, "outputs": 192, "inputs": 64, "head_dim": 32, "dtype": "bfloat16"},
+        "config": {"block_out": 16, "block_in": 32, "num_warps": 2, "num_stages": 3},
+    },
+    "gated_linear": {
+        "key": {"rows": 32, "outputs": 64, "inputs": 128, "dtype": "bfloat16"},
+        "config": {"block_out": 16, "block_in": 64, "num_warps": 2, "num_stages": 3},
+    },
+    "linear_add_norm": {
+        "key": {"rows": 128, "outputs": 64, "inputs": 128, "dtype": "bfloat16"},
+        "config": {
+            "block_out": 16,
+            "block_in": 32,
+            "num_warps": 2,
+            "num_stages": 3,
+            "splits": 4,
+        },
+    },
 }
 
 
@@ -66,8 +86,22 @@ def write(tmp_path):
     return write
 
 
+PRODUCTS = ("project_qkv", "gated_linear", "linear_add_norm")
+
+
+def product_config(op: str, key: dict):
+    """The configuration that a product finds for a matrix and a number of rows."""
+    shape, rows, dtype = (key["outputs"], key["inputs"]), key["rows"], key["dtype"]
+    if op == "project_qkv":
+        return projection.find_config(shape, key["head_dim"], rows, dtype)
+    options = {"gated": op == "gated_linear", "splits": op == "linear_add_norm"}
+    return products.find_config(op, *shape, rows, dtype, **options)
+
+
 def used(monkeypatch, op: str, key: dict):
     """The configuration that an op runs with for arguments of a key's shapes."""
+    if op in PRODUCTS:
+        return product_config(op, key)
     seen = []
     module = {"paged_attention": paged, "sparse_attention": sparse, "select_keys": select}[op]
 
@@ -136,7 +170,8 @@ def test_an_entry_is_what_the_op_runs_with(op, write, monkeypatch):
     with tuning.using(table):
         name = "batch" if "batch" in described else "rows"
         fewer = used(monkeypatch, op, described | {name: described[name] - 1})
-        longer = used(monkeypatch, op, described | {"length": 4 * described["length"]})
+        size = "inputs" if op in PRODUCTS else "length"
+        longer = used(monkeypatch, op, described | {size: 4 * described[size]})
     assert fields(fewer, tuning.OPS[op].fields) == ENTRIES[op]["config"]
     assert fields(longer, tuning.OPS[op].fields) != ENTRIES[op]["config"]
 
@@ -157,6 +192,8 @@ def test_every_shipped_entry_is_found_and_valid(monkeypatch):
 def test_twice_the_length_takes_the_entry_where_it_has_none(write):
     table = tuning.read_table(write(data()))
     for op, entry in ENTRIES.items():
+        if "length" not in entry["key"]:
+            continue
         key = tuning.bucketed(op, **entry["key"] | {"length": 2 * entry["key"]["length"] - 1})
         found = table.find(op, key)
         assert found == (entry["config"] if tuning.OPS[op].serves_double else {})

@@ -3,13 +3,14 @@
 That lowering is deprecated since JAX 0.11 (it still ships, and nothing else in Pallas can
 gather on this hardware), so everything version-dependent about it is kept here: the import,
 the compiler parameters, the interpreter and lowering without a GPU. Kernels import `call`,
-`load` and `store` from this module and nothing else of it.
+`load`, `store` and `release_next` from this module and nothing else of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,6 +49,43 @@ def interpreting() -> bool:
     return jax.default_backend() != "gpu" if value is None else value
 
 
+# Whether the kernel that is traced is compiled, so that `release_next` says anything.
+_compiled: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "sparse_loop_jax_compiled", default=False
+)
+
+
+def release_next(index: jax.Array) -> jax.Array:
+    """`index`, an int32 scalar, and a word to the device: the next kernel may be launched.
+
+    Its programs then take their places while this kernel still runs, so that it begins at
+    once when this one ends: a launch costs a decode step as much as a small kernel does.
+    It reads nothing too early: XLA begins every kernel that it launches so (programmatic
+    dependent launch) with a wait for the end of those that it depends on.
+
+    The word is given where `index`, which has to be used, is computed.
+    """
+    if not (_compiled.get() and _programmatic_launches()):
+        return index
+    # A scalar is no operand of inline assembly.
+    (same,) = backend.elementwise_inline_asm(
+        "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }",
+        args=[jax.lax.broadcast(index, (1,))],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), index.dtype)],
+    )
+    return jax.lax.reduce_max(same, (0,))
+
+
+@functools.cache
+def _programmatic_launches() -> bool:
+    """Whether the device that is compiled for has them: Hopper and later."""
+    if jax.default_backend() != "gpu":
+        return True  # lowered for a device that is not there: a Hopper
+    return float(jax.local_devices()[0].compute_capability) >= 9.0
+
+
 def call(
     kernel: Callable[..., None],
     *,
@@ -71,8 +109,16 @@ def call(
         of their own `jit`, so that both kinds have their own cache entries.
       name: of the kernel, for profiles.
     """
+
+    def traced(*refs):
+        token = _compiled.set(not interpret)
+        try:
+            kernel(*refs)
+        finally:
+            _compiled.reset(token)
+
     return pl.pallas_call(
-        kernel,
+        traced,
         grid=grid,
         out_shape=out_shape,
         input_output_aliases=dict(aliases or {}),

@@ -46,6 +46,8 @@ class Tunable:
     serves_double: bool = True
 
 
+PRODUCT = ("block_out", "block_in", "num_warps", "num_stages")
+
 OPS: Mapping[str, Tunable] = {
     "paged_attention": Tunable(
         ("batch", "kv_heads", "group", "head_dim", "length", "dtype"),
@@ -57,6 +59,16 @@ OPS: Mapping[str, Tunable] = {
     ),
     # A row of scores is held in registers: what suits it does not suit twice as many.
     "select_keys": Tunable(("rows", "length"), ("num_warps",), serves_double=False),
+    # `rows` are the most that the configuration serves (`matvec.pallas.rows_served`).
+    "project_qkv": Tunable(
+        ("rows", "outputs", "inputs", "head_dim", "dtype"), PRODUCT, serves_double=False
+    ),
+    "gated_linear": Tunable(
+        ("rows", "outputs", "inputs", "dtype"), PRODUCT, serves_double=False
+    ),
+    "linear_add_norm": Tunable(
+        ("rows", "outputs", "inputs", "dtype"), (*PRODUCT, "splits"), serves_double=False
+    ),
 }
 # Of a key: taken up to the next power of two, as the shapes of a generation are.
 BUCKETED = ("batch", "rows", "length")

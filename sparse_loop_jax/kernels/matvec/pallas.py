@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels import pallas_triton, tuning
 from sparse_loop_jax.kernels.matvec.op import gated_linear, linear, linear_add_norm
 from sparse_loop_jax.kernels.matvec.pallas_kernels import (
     MatvecConfig,
@@ -16,14 +17,16 @@ from sparse_loop_jax.kernels.matvec.pallas_kernels import (
     product_kernel,
 )
 
-MAX_ROWS = 32
+# Rows up to which one configuration serves any number of them, so that a row has the same
+# bits alone and among others; and the rows up to which another one does.
+FEW_ROWS, MAX_ROWS = 32, 128
 
 
 @linear.register("pallas")
 def linear_pallas(
     x: jax.Array, weight: jax.Array, *, config: MatvecConfig | None = None
 ) -> jax.Array:
-    """`linear` for at most 32 rows of bfloat16 or float16.
+    """`linear` for at most 128 rows of bfloat16 or float16.
 
     Raises:
       NotImplementedError: more rows, another dtype, or a matrix that no blocks cover.
@@ -36,7 +39,7 @@ def linear_pallas(
 def gated_linear_pallas(
     x: jax.Array, gate_up: jax.Array, *, config: MatvecConfig | None = None
 ) -> jax.Array:
-    """`gated_linear` for at most 32 rows; raises as `linear_pallas`."""
+    """`gated_linear` for at most 128 rows; raises as `linear_pallas`."""
     config = _serve(x, gate_up, config, "gated_linear", gated=True)
     return _product(x, gate_up, config=config, gated=True, interpret=_interpreting())
 
@@ -52,7 +55,7 @@ def linear_add_norm_pallas(
     eps: float,
     config: MatvecConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`linear_add_norm` for at most 32 rows, in two launches; raises as `linear_pallas`."""
+    """`linear_add_norm` for at most 128 rows, in two launches; raises as `linear_pallas`."""
     config = _serve(x, weight, config, "linear_add_norm", splits=True)
     return _product_add_norm(
         x,
@@ -66,14 +69,52 @@ def linear_add_norm_pallas(
     )
 
 
-def choose_config(outputs: int, inputs: int, *, gated: bool, splits: bool):
+def rows_served(rows: int) -> int:
+    """The most rows that a configuration for `rows` serves: configurations have two kinds."""
+    return FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
+
+
+def find_config(
+    op: str,
+    outputs: int,
+    inputs: int,
+    rows: int,
+    dtype,
+    *,
+    gated: bool = False,
+    splits: bool = False,
+) -> MatvecConfig | None:
+    """The configuration measured for these shapes, else what `choose_config` computes.
+
+    Of the rows, only `rows_served` decides.
+    """
+    computed = choose_config(outputs, inputs, gated=gated, splits=splits, rows=rows)
+    if computed is None or op not in tuning.OPS:
+        return computed
+    return tuning.tuned(
+        op,
+        functools.partial(dataclasses.replace, computed),
+        rows=rows_served(rows),
+        outputs=outputs,
+        inputs=inputs,
+        dtype=dtype,
+    )
+
+
+def choose_config(
+    outputs: int, inputs: int, *, gated: bool, splits: bool, rows: int = 1
+) -> MatvecConfig | None:
     """A `MatvecConfig` computed from shapes; None where no blocks cover the matrix.
 
-    The same for every number of rows, so that a row's result does not depend on how many
-    there are.
+    The same for all rows up to `FEW_ROWS`, so that a row's result does not depend on how
+    many there are; more rows need their registers and shared memory for themselves.
     """
-    for rows, block_in in ((64, 128), (32, 128), (16, 128), (16, 64), (16, 32), (16, 16)):
-        block_out = max(rows // 2, 16) if gated else rows  # two tiles of weights where gated
+    many = rows > FEW_ROWS
+    tiles = ((64, 128), (32, 128), (16, 128), (16, 64), (16, 32), (16, 16))
+    for height, depth in tiles:
+        block_in = min(depth, 64) if many else depth
+        # A tile holds twice the outputs where gated.
+        block_out = max(height // 2, 16) if gated and not many else height
         cut = 1
         # About one program for each multiprocessor: more slices are more to add up.
         while splits and cut < 8 and outputs // block_out * cut < 128:
@@ -84,8 +125,8 @@ def choose_config(outputs: int, inputs: int, *, gated: bool, splits: bool):
             block_out=block_out,
             block_in=block_in,
             splits=cut,
-            num_warps=block_out // 16,
-            num_stages=4 if gated else 5,
+            num_warps=block_out // 16 * (2 if gated and many else 1),
+            num_stages=4 if gated or many else 5,
         )
         if config.fits(outputs, inputs):
             return config
@@ -101,7 +142,7 @@ def _serve(x, weight, config, name: str, *, gated=False, splits=False) -> Matvec
     if not 1 <= rows <= MAX_ROWS:
         raise NotImplementedError(f"{name} takes 1 to {MAX_ROWS} rows, got {rows}")
     if config is None:
-        config = choose_config(outputs, inputs, gated=gated, splits=splits)
+        config = find_config(name, outputs, inputs, rows, x.dtype, gated=gated, splits=splits)
     if config is None or not config.fits(outputs, inputs):
         raise NotImplementedError(f"{name} cannot cut a matrix {weight.shape} by {config}")
     if config.splits > 1 and not splits:

@@ -1,6 +1,6 @@
 """Kernels that stream a weight matrix past a few rows.
 
-Decoding multiplies 1 to 32 rows by every weight, so that the time is that of reading the
+Decoding multiplies 1 to 128 rows by every weight, so that the time is that of reading the
 weights. The rows are the narrow operand of the matrix units, padded to a power of two, so
 that a row's result does not depend on the others or on how many there are. Each program
 takes a block of outputs and a slice of the reduction, and the slices are added by whoever
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from sparse_loop_jax.kernels.pallas_triton import load, store
+from sparse_loop_jax.kernels.pallas_triton import load, release_next, store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,15 @@ class MatvecConfig:
         """Whether blocks cover the matrix `[outputs, inputs]` exactly."""
         return not (outputs % self.block_out or inputs % (self.block_in * self.splits))
 
-    def padded_rows(self, rows: int) -> int:
-        """Rows of a tile. The same instruction has to serve all, or they round differently:
-        with 64 outputs that is the warpgroup's product, which starts at 16 rows."""
-        return max(16 if self.block_out >= 64 else 8, pl.next_power_of_2(rows))
+    def padded_rows(self, rows: int, height: int) -> int:
+        """Rows of a tile, whose weights are `height` outputs.
+
+        The same instruction has to serve any number of rows, or they round differently: with
+        64 outputs and four warps that is the warpgroup's product. Below 32 rows the
+        assembler has each of these wait for the one before.
+        """
+        warpgroup = height >= 64 and self.num_warps >= 4
+        return max(32 if warpgroup else 8, pl.next_power_of_2(rows))
 
 
 def product_kernel(
@@ -65,29 +70,30 @@ def product_kernel(
     """Grid (N / block_out, splits)."""
     rows, inputs = x_ref.shape
     outputs = out_ref.shape[-1]
-    padded = config.padded_rows(rows)
+    padded = config.padded_rows(rows, config.block_out * (2 if gated else 1))
     share = inputs // config.splits
-    slice_ = pl.program_id(1)
-    out = pl.program_id(0) * config.block_out + jax.lax.iota(jnp.int32, config.block_out)
+    block, slice_ = release_next(pl.program_id(0)), pl.program_id(1)
+    out = block * config.block_out + jax.lax.iota(jnp.int32, config.block_out)
+    weights = out
+    if gated:  # one tile, the gate's rows above those of up
+        line = jax.lax.iota(jnp.int32, 2 * config.block_out)
+        weights = block * config.block_out + line % config.block_out
+        weights += line // config.block_out * outputs
     row = jax.lax.iota(jnp.int32, padded)
     within = slice_ * share + jax.lax.iota(jnp.int32, config.block_in)
     real = jnp.broadcast_to((row < rows)[:, None], (padded, config.block_in))
-    halves = (0, outputs) if gated else (0,)
 
-    def body(step, sums):
+    def body(step, total):
         column = (within + step * config.block_in)[None, :]
         x = load(x_ref.at[row[:, None], column], mask=real, other=0)
-        tiles = [load(weight_ref.at[(half + out)[:, None], column]) for half in halves]
-        return tuple(total + dot_rows(tile, x) for total, tile in zip(sums, tiles, strict=True))
+        return total + dot_rows(load(weight_ref.at[weights[:, None], column]), x)
 
-    zero = jnp.zeros((config.block_out, padded), jnp.float32)
-    sums = jax.lax.fori_loop(0, share // config.block_in, body, (zero,) * len(halves))
+    zero = jnp.zeros((weights.shape[0], padded), jnp.float32)
+    result = jax.lax.fori_loop(0, share // config.block_in, body, zero)
     if gated:
-        gate, up = (total.astype(out_ref.dtype).astype(jnp.float32) for total in sums)
+        gate, up = jnp.split(result.astype(out_ref.dtype).astype(jnp.float32), 2, axis=0)
         silu = (gate / (1.0 + jnp.exp(-gate))).astype(out_ref.dtype)
         result = silu.astype(jnp.float32) * up
-    else:
-        (result,) = sums
     # A padding row's index is past the end, so that it repeats no live one.
     index = (row[None, :], out[:, None])
     real = jnp.broadcast_to((row < rows)[None, :], (config.block_out, padded))
@@ -107,7 +113,7 @@ def add_norm_kernel(
     eps: float,
 ):
     """Grid (M,). Rounds where the reference does: the product, each norm, each gain."""
-    row = pl.program_id(0)
+    row = release_next(pl.program_id(0))
     splits, _, width = parts_ref.shape
     padded = pl.next_power_of_2(width)
     column = jax.lax.iota(jnp.int32, padded)

@@ -11,7 +11,7 @@ from sparse_loop_jax.kernels.paged_attention.pallas_split import (
     context_length,
     piece_keys,
 )
-from sparse_loop_jax.kernels.pallas_triton import load
+from sparse_loop_jax.kernels.pallas_triton import load, release_next
 
 
 def merge_kernel(
@@ -25,7 +25,7 @@ def merge_kernel(
     span: int,
 ):
     """Grid (kv_heads, R, B). `span` is the number of tokens that a page table holds."""
-    head, query, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head, query, b = release_next(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     heads, dim = out_ref.shape[2:]
     group = heads // acc_ref.shape[1]
     row, lane = query // group, head * group + query % group

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels import pallas_triton, tuning
 from sparse_loop_jax.kernels.kv_write.places import place_rows
-from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS, choose_config
+from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS, choose_config, rows_served
 from sparse_loop_jax.kernels.matvec.pallas_kernels import MatvecConfig, dot_rows
-from sparse_loop_jax.kernels.pallas_triton import load, store
+from sparse_loop_jax.kernels.pallas_triton import load, release_next, store
 from sparse_loop_jax.kernels.project_qkv.op import project_qkv
 
 
@@ -30,7 +31,7 @@ def project_qkv_pallas(
     *,
     config: MatvecConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`project_qkv` for at most 32 rows of bfloat16 or float16, in one launch.
+    """`project_qkv` for at most 128 rows of bfloat16 or float16, in one launch.
 
     Rotated in float32 and rounded once, which the reference may do twice.
 
@@ -44,7 +45,7 @@ def project_qkv_pallas(
     if not 1 <= batch * rows <= MAX_ROWS:
         raise NotImplementedError(f"project_qkv takes 1 to {MAX_ROWS} rows: {batch * rows}")
     if config is None:
-        config = choose_config(dim, inputs, gated=False, splits=False)
+        config = find_config(weight.shape, dim, batch * rows, x.dtype)
     if config is None or config.splits > 1 or not config.fits(dim, inputs):
         raise NotImplementedError(f"project_qkv cannot cut heads of {dim} by {config}")
     return _run(
@@ -59,6 +60,23 @@ def project_qkv_pallas(
         live,
         config=config,
         interpret=pallas_triton.interpreting(),
+    )
+
+
+def find_config(weight_shape, dim: int, rows: int, dtype) -> MatvecConfig | None:
+    """As that of the products: blocks are of one head, of `dim` outputs."""
+    outputs, inputs = weight_shape
+    computed = choose_config(dim, inputs, gated=False, splits=False, rows=rows)
+    if computed is None:
+        return None
+    return tuning.tuned(
+        "project_qkv",
+        functools.partial(dataclasses.replace, computed),
+        rows=rows_served(rows),
+        outputs=outputs,
+        inputs=inputs,
+        head_dim=dim,
+        dtype=dtype,
     )
 
 
@@ -110,8 +128,9 @@ def _kernel(
     pages, kv_heads = k_ref.shape[:2]
     half, pairs = dim // 2, config.block_out // 2
     blocks = half // pairs
-    slot, block = pl.program_id(0) // blocks, pl.program_id(0) % blocks
-    padded = config.padded_rows(batch * rows)
+    program = release_next(pl.program_id(0))
+    slot, block = program // blocks, program % blocks
+    padded = config.padded_rows(batch * rows, config.block_out)
     line = jax.lax.iota(jnp.int32, padded)
     real = line < batch * rows
     b, i = line // rows, line % rows  # a padding line's request is past the end
