@@ -13,6 +13,7 @@ from sparse_loop_jax.bench.rounds import check_sparse, time_rounds
 from sparse_loop_jax.bench.speculative import round_bytes
 from sparse_loop_jax.cli import main
 from sparse_loop_jax.cli.bench import parse_cases
+from sparse_loop_jax.cli.bench_options import BENCHMARKS, OPTIONS
 from sparse_loop_jax.decoding import DecodeSpec, SpeculativeConfig
 from sparse_loop_jax.models import OURO_1_4B, Ouro
 from sparse_loop_jax.sparse import SparseDecodeConfig
@@ -66,23 +67,24 @@ def test_a_sparse_run_that_ran_dense_is_no_result():
     ("arguments", "columns"),
     [
         (
-            ["decode", "--retentions", "0.5", "--no-peer"],
+            ["decode", "--retentions", "0.5", "--no-peer", "--steps", "2"],
             {"ms/step", "of roofline", "vs dense"},
         ),
-        (["speculative"], {"ms/round", "vs plain", "draft loops"}),
+        (["speculative", "--steps", "2"], {"ms/round", "vs plain", "draft loops"}),
         (["prefill"], {"seconds", "TFLOP/s"}),
     ],
 )
 def test_the_commands_print_a_table_and_write_json(arguments, columns, tmp_path, capsys):
     file = tmp_path / "bench.json"
-    shared = "--shape tiny --dtype float32 --cases 1x20 --steps 2 --repeats 1 --json"
+    shared = "--shape tiny --dtype float32 --cases 1x20 --repeats 1 --json"
     assert main(["bench", *arguments, *shared.split(), str(file)]) == 0
     data = json.loads(file.read_text())[arguments[0]]
     assert columns <= set(data["rows"][0])
     assert data["setup"]["shape"] == "tiny"
     assert "jax" in data["setup"]
-    printed = capsys.readouterr().out
-    assert all(column in printed for column in columns)
+    printed = capsys.readouterr()
+    assert all(column in printed.out for column in columns)
+    assert f"{arguments[0]}: 1x20" in printed.err or "draft loops: 1x20" in printed.err
 
 
 def test_a_second_benchmark_goes_into_the_same_file(tmp_path):
@@ -104,14 +106,27 @@ def test_malformed_cases_are_refused(text):
         parse_cases(text)
 
 
+def test_every_option_is_of_a_benchmark_and_says_its_default(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("attention: rows that share pages; default: 1,4", "serve: default: 64"):
+        assert text in shown
+    for option in OPTIONS:
+        assert set(option.benchmarks) <= set(BENCHMARKS)
+        assert option.benchmarks
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "huge"], "shape must be one of"),
-        (["--steps", "0"], "steps and repeats must be >= 1"),
-        (["--repeats", "0"], "steps and repeats must be >= 1"),
+        (["--shape", "huge"], "--shape must be one of"),
+        (["--rows", "4"], "--rows is for bench attention, and bench decode would not use it"),
+        (["--no-warm-up"], "--no-warm-up is for bench serve"),
+        (["--steps", "0"], "--steps and --repeats must be >= 1"),
+        (["--repeats", "0"], "--steps and --repeats must be >= 1"),
         (["--json", "/no/directory/x.json"], "--json /no/directory/x.json: no such directory"),
-        (["--device-file", "/no/x.json"], "--device-file /no/x.json: no such directory"),
+        (["--device-file", "x.json"], "--device-file is for bench break-even, tune, and"),
         (["--retentions", "abc"], "--retentions are numbers like 1,0.5,0.1, got 'abc'"),
         (["--retentions", "0.5,,1"], "--retentions are numbers like 1,0.5,0.1, got ''"),
         (["--retentions", "0.1,1.5"], "--retentions must be in (0, 1], got 1.5"),

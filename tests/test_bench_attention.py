@@ -392,13 +392,17 @@ def test_no_case_is_begun_when_the_time_is_over(measured):
     assert notes[-1] == "1 cases were left out: 2 s have passed"
 
 
-def test_what_is_measured_can_be_looked_up(tmp_path, monkeypatch):
+def test_what_is_measured_can_be_looked_up(tmp_path, monkeypatch, capsys):
     w = dataclasses.replace(TINY, context=16, rows=1)
     case = tune_cases.select_case(w)
     small = dataclasses.replace(case, grid=[c for c in case.grid if c.num_warps == 2])
     monkeypatch.setattr(tune, "cases", lambda workloads: iter([lambda: small]))
     path = tmp_path / "device.json"
     options = ["--shape", "tiny", "--cases", "2x16", "--device-file", str(path)]
+    assert main(["bench", "tune", *options]) == 2
+    assert "on cpu they would be interpreted: run it where" in capsys.readouterr().err
+    assert not path.exists()
+    monkeypatch.setattr("sparse_loop_jax.cli.bench.platform", lambda: "gpu")
     assert main(["bench", "tune", *options]) == 0
     table = tuning.read_table(path)
     found = table.find("select_keys", tuning.bucketed("select_keys", rows=4, length=16))

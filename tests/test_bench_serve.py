@@ -237,7 +237,10 @@ def test_the_command_replays_a_file_and_writes_json(tmp_path, capsys):
         (["serve", "no/such/file"], "no/such/file"),
         (["serve", "--prompt-tokens", "x"], "prompt-tokens must be a length"),
         (["serve", "--requests", "0"], "requests must be >= 1"),
-        (["decode", "load.jsonl"], "a workload is for bench serve"),
+        (
+            ["decode", "load.jsonl"],
+            "workload is for bench serve, and bench decode would not use it",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, message, capsys):

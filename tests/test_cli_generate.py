@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -11,7 +12,7 @@ import jax
 import pytest
 
 import sparse_loop_jax as slj
-from sparse_loop_jax.cli import main
+from sparse_loop_jax.cli import main, naming
 
 PROMPT = "Once upon a time"
 BOTH = ["--retention", "0.25", "--speculative-tokens", "2", "--draft-loops", "1"]
@@ -122,26 +123,61 @@ def test_text_without_a_tokenizer_is_refused(load_gold, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("max_new_tokens must be 1 or more", "--max-new-tokens must be 1 or more"),
+        ("top_k must be above 0: got -1", "--top-k must be above 0: got -1"),
+        ("seed must be small", "--seed must be small"),
+        ("the seed must be small", "the seed must be small"),
+        ("lower key_retention or num_pages", "lower --retention or num_pages"),
+        ("pass max_loops=None", "pass no --max-loops"),
+        ("/a/top_k.json: no such file", "/a/top_k.json: no such file"),
+        ("model.layers.0.top_k is missing", "model.layers.0.top_k is missing"),
+    ],
+)
+def test_errors_name_the_options_of_the_command(message, shown):
+    names = ("max_new_tokens", "top_k", "seed", "retention", "max_loops", "model")
+    args = argparse.Namespace(**dict.fromkeys(names))
+    assert naming.with_options(message, args) == shown
+
+
+def test_help_has_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "--max-new-tokens N default: 64",
+        "0 is greedy; default: 0.0",
+        "--top-k TOP_K -",
+    ):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([PROMPT, "--draft-loops", "2"], "need --speculative-tokens"),
         ([PROMPT, "--adaptive"], "need --speculative-tokens"),
         ([PROMPT, "And", "--stream"], "--stream prints one text at a time, got 2 prompts"),
-        ([PROMPT, "--retention", "0"], "key_retention must be a number in (0, 1], got 0.0"),
+        ([PROMPT, "--retention", "0"], "--retention must be a number in (0, 1], got 0.0"),
         (
             [PROMPT, "--speculative-tokens", "1000000000"],
-            "num_speculative_tokens must be below the model's context of 512 tokens",
+            "--speculative-tokens must be below the model's context of 512 tokens",
         ),
-        ([PROMPT, "--speculative-tokens", "0"], "num_speculative_tokens must be an integer"),
+        ([PROMPT, "--speculative-tokens", "0"], "--speculative-tokens must be an integer"),
         (
             [PROMPT, "--speculative-tokens", "2", "--draft-loops", "4"],
-            "draft_loops must be below the model's 4 loops, got 4",
+            "--draft-loops must be below the model's 4 loops, got 4",
         ),
-        ([PROMPT, "--max-new-tokens", "0"], "max_new_tokens must be an integer >= 1, got 0"),
-        ([PROMPT, "--temperature", "-1"], "temperature must be a finite number >= 0"),
-        ([PROMPT, "--top-p", "0"], "top_p must be in (0, 1]"),
-        ([PROMPT, "--exit-threshold", "2"], "exit_threshold must be in [0, 1]"),
-        ([PROMPT, "--exit-threshold", "0.5", "--retention", "0.5"], "leaves early"),
+        ([PROMPT, "--max-new-tokens", "0"], "--max-new-tokens must be an integer >= 1, got 0"),
+        ([PROMPT, "--temperature", "-1"], "--temperature must be a finite number >= 0"),
+        ([PROMPT, "--top-p", "0"], "--top-p must be in (0, 1]"),
+        ([PROMPT, "--exit-threshold", "2"], "--exit-threshold must be in [0, 1]"),
+        (
+            [PROMPT, "--exit-threshold", "0.5", "--retention", "0.5"],
+            "--exit-threshold 0.5 leaves early, but --retention takes every loop: pass "
+            "--exit-threshold=1.0, or leave --retention out",
+        ),
         ([PROMPT, "--implementation", "cuda"], "cuda"),
         ([""], "prompt 0 is empty"),
         (["a" * 513], "prompt 0 has 513 tokens, more than the context of 512"),

@@ -14,6 +14,7 @@ from sparse_loop_jax.cli.evaluate import parse_retentions
 from sparse_loop_jax.evaluate import evaluate, read_json, text_windows
 from sparse_loop_jax.evaluate.answers import is_right
 from sparse_loop_jax.evaluate.plots import plot_positions
+from sparse_loop_jax.evaluate.progress import Steps
 from sparse_loop_jax.evaluate.text import kv_bytes, standard_error
 
 TEXT = "It is a truth universally acknowledged, that a single "
@@ -66,6 +67,15 @@ def test_perplexity_is_that_of_forward(model, result):
     assert dense["nll"] == pytest.approx(np.mean(nll), abs=1e-5)
     assert dense["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-5)
     assert (dense["nll change"], dense["KL"], dense["agreement"]) == (0.0, 0.0, 1.0)
+
+
+def test_parts_are_told_as_lines():
+    lines = []
+    with Steps(3, lines.append) as steps:
+        for part in ("text, dense", "answers"):
+            steps.begin(part)
+            steps.done()
+    assert lines == ["1/3 text, dense", "2/3 answers"]
 
 
 def test_the_standard_error_counts_windows_by_their_tokens():

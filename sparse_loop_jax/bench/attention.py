@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from sparse_loop_jax.bench import attention_ops as ops, measure
 from sparse_loop_jax.bench.attention_ops import Options, Result
 from sparse_loop_jax.bench.chain import sets_for
-from sparse_loop_jax.bench.report import Row
+from sparse_loop_jax.bench.report import Row, note
 from sparse_loop_jax.kernels.workloads import AttentionWorkload, paged_inputs
 
 
@@ -52,6 +52,7 @@ def bench_attention(
 
     for workload in workloads:
         case = (workload.batch, workload.context)
+        note(f"attention: {workload.batch}x{workload.context}, {workload.rows} rows")
         sparse = [dataclasses.replace(workload, retention=r) for r in retentions]
         fewest = min((w.kept_bytes for w in sparse), default=workload.dense_bytes)
         inputs = paged_inputs(workload, sets=sets_for(min(fewest, workload.dense_bytes)))

@@ -6,7 +6,7 @@ import jax
 
 from sparse_loop_jax.bench import measure
 from sparse_loop_jax.bench.model import step_bytes
-from sparse_loop_jax.bench.report import Row
+from sparse_loop_jax.bench.report import Row, note
 from sparse_loop_jax.generation import start
 from sparse_loop_jax.generation.compilation import count_compilations
 from sparse_loop_jax.generation.memory import peak_bytes
@@ -25,6 +25,7 @@ def bench_prefill(
     model = Ouro(config, rngs=0, dtype=dtype)
     rows = []
     for batch, tokens in cases:
+        note(f"prefill: {batch}x{tokens}")
         ids = jax.random.randint(jax.random.key(1), (batch, tokens), 1, config.vocab_size)
         prompts = jax.device_get(ids).tolist()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ def print_table(title: str, rows: Sequence[Row], setup: dict[str, str]) -> None:
     print("  " + "  ".join(n.rjust(w) for n, w in zip(names, widths, strict=True)))
     for line in cells:
         print("  " + "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)))
+
+
+def note(line: str) -> None:
+    """Tells on standard error what is measured now; a log shows it while a run goes on."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def write_json(path: str | Path, benchmark: str, rows: Sequence[Row], setup: dict) -> None:

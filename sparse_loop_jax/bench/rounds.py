@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sparse_loop_jax.bench import measure
 from sparse_loop_jax.bench.model import state_at
-from sparse_loop_jax.bench.report import Row
+from sparse_loop_jax.bench.report import Row, note
 from sparse_loop_jax.decoding import DecodeSpec, RoundDriver, speculative_step
 from sparse_loop_jax.decoding.speculative import RoundHooks
 from sparse_loop_jax.decoding.state import RoundCounters
@@ -61,6 +61,10 @@ def time_rounds(
 
     Random K/V in permuted pages. With `accept_everything` every drafted token stands.
     """
+    kind = "decode"
+    if spec.speculative is not None:
+        kind = f"speculative, {spec.speculative.draft_loops} draft loops"
+    note(f"{kind}: {batch}x{context}, retention {retention:g}")
     state = state_at(
         spec,
         batch,

@@ -14,6 +14,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from sparse_loop_jax.cli import naming
+
 COMMANDS = ("generate", "convert", "inspect", "evaluate", "bench", "serve")
 
 
@@ -32,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         module = importlib.import_module(f"{__name__}.{name}")
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
+        naming.show_defaults(command)
         command.set_defaults(run=module.run)
     return parser
 
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:
-        return _complain(str(error))
+        return _complain(naming.with_options(str(error), args))
     except (RuntimeError, MemoryError) as error:
         from sparse_loop_jax.checks import is_out_of_memory
 

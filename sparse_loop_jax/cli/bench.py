@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import re
 
-from sparse_loop_jax.cli import bench_serve
+from sparse_loop_jax.cli import bench_options, bench_serve
+from sparse_loop_jax.cli.bench_options import add_arguments as add_arguments
 from sparse_loop_jax.cli.evaluate import check_directory, parse_retentions
 
 HELP = "measure decoding and its attention, against the bytes they must move; tune kernels"
@@ -19,35 +20,13 @@ _DEFAULT_CASES = {
     ),
     "decode": "1x1024,8x1024",
     "prefill": "1x8192",
-    "serve": "",
     "speculative": "1x1024,8x1024",
-    "tune": "",  # the workloads tagged so
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("benchmark", choices=sorted(_DEFAULT_CASES))
-    parser.add_argument("--shape", default="ouro-1.4b", help="ouro-1.4b, ouro-2.6b or tiny")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--cases", help="BATCHxTOKENS, comma separated")
-    parser.add_argument("--retentions", default="", help="sparse runs too, e.g. 0.1,0.05")
-    parser.add_argument("--rows", default="1,4", help="attention: rows that share pages")
-    parser.add_argument("--seconds", type=float, default=120, help="tune: begin nothing after")
-    parser.add_argument(
-        "--device-file", metavar="FILE", help="tune, break-even: default DEVICE.json"
-    )
-    parser.add_argument("--steps", type=int, default=32, help="steps or rounds in one timing")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--implementation", help='of the ops: "xla" or "pallas"; attention: or "triton"'
-    )
-    parser.add_argument("--no-peer", action="store_true", help="leave PyTorch out")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
-    bench_serve.add_arguments(parser)
-
-
 def run(args: argparse.Namespace) -> int:
-    text = args.cases or _DEFAULT_CASES[args.benchmark]
+    bench_options.complete(args)
+    text = args.cases or _DEFAULT_CASES.get(args.benchmark, "")
     cases = parse_cases(text) if text else []
     retentions = parse_retentions(args.retentions) if args.retentions else []
     for retention in retentions:
@@ -56,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
     check_directory("json", args.json)
     check_directory("device-file", args.device_file)
     if args.steps < 1 or args.repeats < 1:
-        raise ValueError(f"steps and repeats must be >= 1, got {args.steps}, {args.repeats}")
+        raise ValueError(
+            f"--steps and --repeats must be >= 1, got {args.steps}, {args.repeats}"
+        )
 
     from sparse_loop_jax.bench import model, report
 
@@ -66,12 +47,17 @@ def run(args: argparse.Namespace) -> int:
         return _tune(args, cases)
     if args.benchmark == "serve":
         return _serve(args, model.SHAPES[args.shape], retentions)
-    if args.workload is not None:
-        raise ValueError(f"a workload is for bench serve, got {args.workload!r}")
     rows = _BENCHMARKS[args.benchmark](args, model.SHAPES[args.shape], cases, retentions)
     report.print_table(f"bench {args.benchmark}", rows, _setup(args))
     _save(args, rows)
     return 0
+
+
+def platform() -> str:
+    """Of the default device: "gpu" or "cpu"."""
+    import jax
+
+    return jax.default_backend()
 
 
 def _setup(args: argparse.Namespace) -> dict[str, str]:
@@ -152,6 +138,11 @@ def _attention(args, config, cases, retentions):
 def _tune(args, cases) -> int:
     from sparse_loop_jax.bench import model, tune
 
+    if platform() != "gpu":
+        raise ValueError(
+            f"bench tune times kernels on a GPU, and on {platform()} they would be "
+            "interpreted: run it where JAX has a GPU, with jax[cuda13] installed"
+        )
     config = model.SHAPES[args.shape]
     workloads = _workloads(args, config, cases) if cases else tune.default_workloads()
     command = f"sparse-loop bench tune --seconds {args.seconds:g}"

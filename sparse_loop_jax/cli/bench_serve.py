@@ -6,36 +6,6 @@ import argparse
 from typing import Any
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "workload", nargs="?", metavar="WORKLOAD",
-        help='serve: lines {"arrival": seconds, "prompt_tokens": N or "prompt": text or ids, '
-        '"max_tokens": N, "priority": N}',
-    )  # fmt: skip
-    serve = parser.add_argument_group(
-        "serve", "without a WORKLOAD, random requests; with --model, no random weights"
-    )
-    serve.add_argument("--model", help="checkpoint directory or Hub id")
-    serve.add_argument("--revision", help="commit of a Hub id")
-    serve.add_argument("--requests", type=int, default=64, metavar="N")
-    serve.add_argument(
-        "--rate", type=float, default=float("inf"), metavar="R",
-        help="requests a second on average; default: all at once",
-    )  # fmt: skip
-    serve.add_argument("--prompt-tokens", default="32:256", metavar="A:B")
-    serve.add_argument("--output-tokens", default="16:64", metavar="A:B")
-    serve.add_argument("--seed", type=int, default=0)
-    serve.add_argument("--max-num-seqs", type=int, default=8, metavar="N", help="at once")
-    serve.add_argument("--max-context", type=int, help="default: what the workload needs")
-    serve.add_argument("--max-prefill-tokens", type=int, default=2048, metavar="N")
-    serve.add_argument("--num-pages", type=int, help="of K/V, over all loops")
-    serve.add_argument("--prefix-caching", action="store_true")
-    serve.add_argument("--policy", choices=("fcfs", "priority"), default="fcfs")
-    serve.add_argument("--speculative-tokens", type=int, metavar="K")
-    serve.add_argument("--draft-loops", type=int, default=2, metavar="d")
-    serve.add_argument("--no-warm-up", action="store_true", help="compile while measuring")
-
-
 def run(args: argparse.Namespace, config, retentions: list[float]) -> list[dict[str, Any]]:
     """Replays the workload dense and with each retention, prints, and gives the rows."""
     import sparse_loop_jax as slj
@@ -45,8 +15,8 @@ def run(args: argparse.Namespace, config, retentions: list[float]) -> list[dict[
         arrivals = serve_workload.make_workload(
             args.requests,
             rate=args.rate,
-            prompt_tokens=serve_workload.parse_range("prompt-tokens", args.prompt_tokens),
-            output_tokens=serve_workload.parse_range("output-tokens", args.output_tokens),
+            prompt_tokens=serve_workload.parse_range("--prompt-tokens", args.prompt_tokens),
+            output_tokens=serve_workload.parse_range("--output-tokens", args.output_tokens),
             seed=args.seed,
         )
     else:
@@ -78,6 +48,7 @@ def run(args: argparse.Namespace, config, retentions: list[float]) -> list[dict[
             speculative=speculative,
             implementation=args.implementation,
         ) as engine:
+            report.note(f"serve: {len(workload)} requests, retention {retention:g}")
             if not args.no_warm_up:
                 serve.warm_up(engine, workload, model.config.vocab_size)
             done = serve.replay(engine, workload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 HELP = "measure what sparse decoding and drafts cost in quality, at several retentions"
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     text, tasks, names = _read_inputs(args)
 
     import sparse_loop_jax as slj
+    from sparse_loop_jax.bench.report import note
     from sparse_loop_jax.evaluate import evaluate, read_questions
     from sparse_loop_jax.evaluate.inputs import evenly
 
@@ -78,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         speculative_tokens=args.speculative_tokens,
         batch=args.batch,
         implementation=args.implementation,
+        progress=True if sys.stderr.isatty() else note,
     )
     result.setup.update({"model": args.model or "bundled", **names})
     _print(result)

@@ -1,20 +1,26 @@
-"""One progress line for an evaluation of many parts."""
+"""How far an evaluation of many parts is."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from sparse_loop_jax.generation.progress import TerminalBar, on_terminal
 
 
 class Steps(TerminalBar):
-    """Counts finished parts on a terminal's standard error; silent elsewhere.
+    """Counts finished parts: a bar on a terminal's standard error, or a line for each.
 
     Args:
       total: parts in all.
-      enabled: None: if standard error is a terminal.
+      shown: whether there is a bar; None: if standard error is a terminal. Or a function,
+        which gets a line for each part when it begins.
     """
 
-    def __init__(self, total: int, enabled: bool | None = None):
-        super().__init__(on_terminal() if enabled is None else enabled)
+    def __init__(self, total: int, shown: bool | Callable[[str], None] | None = None):
+        self._note = shown if callable(shown) else None
+        bar = on_terminal() if shown is None else shown is True
+        super().__init__(bar)
+        self._total, self._finished = total, 0
         if self._bar is not None:
             self._task = self._bar.add_task("", total=total)
 
@@ -22,8 +28,11 @@ class Steps(TerminalBar):
         """Names the part that runs now."""
         if self._bar is not None:
             self._bar.update(self._task, description=what)
+        if self._note is not None:
+            self._note(f"{self._finished + 1}/{self._total} {what}")
 
     def done(self) -> None:
         """One part is finished."""
+        self._finished += 1
         if self._bar is not None:
             self._bar.advance(self._task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ def evaluate(
     sparse: SparseDecodeConfig | None = None,
     batch: int = 32,
     implementation: str | None = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[str], None] | None = None,
 ) -> Evaluation:
     """Measures a model at several retentions against its own dense decoding.
 
@@ -94,7 +94,8 @@ def evaluate(
       sparse: everything of the method but its retention; None: its defaults.
       batch: sequences at once. The logits of a batch of windows are held on the device.
       implementation: of the ops.
-      progress: show a progress bar; None: if standard error is a terminal.
+      progress: show a progress bar; None: if standard error is a terminal. A function gets a
+        line for each part instead.
 
     Raises:
       ValueError: an argument is out of range or does not fit the model, or there is nothing
