@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -416,6 +418,41 @@ def test_a_prompt_alone_costs_its_own_rows(make_engine, monkeypatch):
         shapes.clear()
         engine.run((str(i), [i + 1], slj.SamplingParams(max_tokens=1)) for i in range(3))
         assert shapes == [(2, 32), (1, 32)]
+
+
+class _Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, ids):
+        return "".join(chr(ord("a") + token % 26) for token in ids)
+
+
+@pytest.mark.parametrize("kind", ["dense", "speculative"])
+def test_a_stop_string_ends_a_request_like_a_stop_token(make_engine, model, monkeypatch, kind):
+    """Its tokens end where the string does, and nothing of it stays on the device."""
+    monkeypatch.setattr(model, "tokenizer", _Letters())
+    params = slj.SamplingParams(max_tokens=30, ignore_eos=True)
+    with make_engine(kind) as engine:
+        (whole,) = engine.run([("whole", [5, 6, 7], params)])
+        assert whole.text == _Letters().decode(whole.token_ids)
+        for stop in (whole.text[9:12], (whole.text[13:16], "?"), "no such", whole.text[0]):
+            asked = dataclasses.replace(params, stop=stop)
+            engine.add_request("cut", [5, 6, 7], asked)
+            engine.add_request("other", [5, 6, 7], params)
+            cut, other = sorted(_to_the_end(engine), key=lambda o: o.request_id)
+            found = [(whole.text.find(s), s) for s in asked.stop if s in whole.text]
+            if not found:
+                assert (cut.token_ids, cut.finish_reason) == (whole.token_ids, "length")
+            else:
+                at, text = found[0]
+                assert (cut.text, cut.finish_reason) == (whole.text[:at], "stop")
+                assert cut.token_ids == whole.token_ids[: at + len(text)]
+            assert other.token_ids == whole.token_ids
+            assert not engine._loop.executor.driver.state.live.any()
+            _assert_drained(engine)
+        monkeypatch.setattr(model, "tokenizer", None)
+        with pytest.raises(ValueError, match=r"stop .'x',. needs texts and the model has no"):
+            engine.add_request("mute", [5], slj.SamplingParams(stop="x"))
 
 
 # The order -----------------------------------------------------------------------------

@@ -223,6 +223,8 @@ def test_a_large_request_is_passed_over_and_then_protected(make_engine):
         ({"top_k": 0}, "top_k must be an integer >= 1, got 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"seed": -1}, r"seed must be an integer in \[0, 2\^63\), got -1"),
+        ({"stop": ("a", "")}, "stop must be a text or a tuple of texts, none of them empty"),
+        ({"stop": 5}, "stop must be a text or a tuple of texts, none of them empty: 5"),
         ({"stop_token_ids": 3}, "stop_token_ids must be a tuple of token ids, got 3"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids must be a tuple of token ids"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),

@@ -344,12 +344,12 @@ def _survived(number):
     ("arguments", "message"),
     [
         (["--draft-loops", "2"], "--draft-loops and --adaptive need --speculative-tokens"),
-        (["--port", "70000"], "port must be in"),
-        (["--max-waiting", "-1"], "max_waiting must be >= 0"),
-        (["--shutdown-seconds", "-1"], "shutdown_seconds must be >= 0"),
+        (["--port", "70000"], "--port must be in"),
+        (["--max-waiting", "-1"], "--max-waiting must be >= 0"),
+        (["--shutdown-seconds", "-1"], "--shutdown-seconds must be >= 0"),
         (["--max-body", "big"], "memory must be a size like"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
-        (["--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be"),
         (["no/such/directory/at/all"], "no such directory"),
     ],
 )

@@ -16,6 +16,7 @@ import tokenizers
 
 from sparse_loop_jax.data import tiny_ouro
 from sparse_loop_jax.engine import RequestOutput, RequestTimes
+from sparse_loop_jax.generation.stops import StopStrings
 from sparse_loop_jax.generation.text import TextStream
 from sparse_loop_jax.serve.config import ServeConfig
 from sparse_loop_jax.serve.server import Server, bind, url_of
@@ -42,14 +43,14 @@ class EchoEngine:
         self.fail_at: int | None = None
         self.told = threading.Event()
         self.closed = 0
-        self.requests: dict[str, list] = {}  # prompt, params, tokens out, text
+        self.requests: dict[str, list] = {}  # prompt, params, tokens out, text, stop strings
         self.news: list[RequestOutput] = []
 
     def add_request(self, request_id, prompt, params, *, priority=0):
         if params.max_tokens > CONTEXT:
             raise ValueError(f"max_tokens {params.max_tokens} is more than {CONTEXT}")
         text = None if self.tokenizer is None else TextStream(self.tokenizer)
-        self.requests[request_id] = [prompt, params, [], text]
+        self.requests[request_id] = [prompt, params, [], text, StopStrings(params.stop)]
 
     @property
     def has_unfinished(self):
@@ -66,13 +67,14 @@ class EchoEngine:
             self.news = [self._output(i, "error") for i in list(self.requests)]
             raise RuntimeError("the device is on fire")
         outputs, self.news = self.news, []
-        for request_id, (prompt, params, out, text) in list(self.requests.items()):
+        for request_id, (prompt, params, out, text, stops) in list(self.requests.items()):
             out.append(prompt[len(out) % len(prompt)])
+            reason = "length" if len(out) == params.max_tokens else None
             if text is not None:
                 text.add(out[-1:])
-            outputs.append(
-                self._output(request_id, "length" if len(out) == params.max_tokens else None)
-            )
+                if stops.cut(text.text(final=False), final=False)[1]:
+                    reason = "stop"
+            outputs.append(self._output(request_id, reason))
         return outputs
 
     def run(self, requests):
@@ -95,11 +97,12 @@ class EchoEngine:
         self.news.clear()
 
     def _output(self, request_id, reason):
-        prompt, params, out, text = self.requests[request_id]
+        prompt, params, out, text, stops = self.requests[request_id]
         if reason:
             del self.requests[request_id]
+        shown = text and stops.cut(text.text(final=bool(reason)), final=bool(reason))[0]
         return RequestOutput(
-            request_id, list(out), out[-1:], text and text.text(final=bool(reason)),
+            request_id, list(out), out[-1:], shown,
             reason is not None, reason, len(prompt), 0, RequestTimes(None, None, None),
             exit_loops=[params.max_loops or 4] * len(out),
         )  # fmt: skip

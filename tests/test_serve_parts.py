@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 
 from sparse_loop_jax.cli import main
+from sparse_loop_jax.generation.stops import StopStrings
 from sparse_loop_jax.serve.chat import ChatTemplate
 from sparse_loop_jax.serve.errors import ApiError
 from sparse_loop_jax.serve.fields import read_chat
-from sparse_loop_jax.serve.stops import StopStrings
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

@@ -24,6 +24,9 @@ class SamplingParams:
       top_k: keep only the k most probable tokens; None keeps all.
       top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
       seed: of the draws, which are those of `generate` with this prompt and seed.
+      stop: a text or several that end the request. The output's text is cut before the one
+        that is complete first; its tokens end with the one that completed it. Needs a model
+        with a tokenizer.
       stop_token_ids: tokens that end the request, besides the checkpoint's own.
       ignore_eos: leave the checkpoint's stop tokens out.
       exit_threshold: summed exit probability at which a token leaves the loops; None: the
@@ -40,6 +43,7 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     exit_threshold: float | None = None
@@ -50,6 +54,14 @@ class SamplingParams:
         _require_integer("max_tokens", self.max_tokens, 1)
         check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
         check_exit(self.exit_threshold, self.min_loops, self.max_loops)
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(texts, tuple | list) or not all(
+            isinstance(text, str) and text for text in texts
+        ):
+            raise ValueError(
+                f"stop must be a text or a tuple of texts, none of them empty: {self.stop!r}"
+            )
+        object.__setattr__(self, "stop", tuple(texts))
         stops = self.stop_token_ids
         if not isinstance(stops, tuple | list) or not all(is_int(t) and t >= 0 for t in stops):
             raise ValueError(f"stop_token_ids must be a tuple of token ids, got {stops!r}")

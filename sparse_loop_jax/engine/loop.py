@@ -176,6 +176,7 @@ class ServingLoop:
     def _collect(self) -> bool:
         """Reads the oldest output; whether it was a round's."""
         collected = self.executor.collect()
+        ended = []  # by a stop string, of which the device knows nothing
         for request, ids, exit_loops in collected.emitted:
             if request.status is Status.FINISHED:
                 self.metrics.add(
@@ -183,10 +184,15 @@ class ServingLoop:
                     discarded_tokens=len(ids),
                 )
             elif ids:
-                request.take(ids, exit_loops)
-                self.metrics.add(generated_tokens=len(ids))
+                taken = request.take(ids, exit_loops)
+                self.metrics.add(generated_tokens=taken, discarded_tokens=len(ids) - taken)
                 self._tell(request)
+                if request.finish_reason == "stop" and request.params.stop:
+                    assert request.row is not None
+                    ended.append(request.row)
             self._retire(request)
+        if ended:
+            self.executor.apply([], ended)  # before anybody gets their rows and pages
         if collected.counters is None:
             return False
         self.metrics.round(collected.counters, self.executor.spec)

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparse_loop_jax.engine.config import SamplingParams
 from sparse_loop_jax.generation.options import ExitRule
+from sparse_loop_jax.generation.stops import StopStrings
 from sparse_loop_jax.generation.text import TextStream
 
 
@@ -39,7 +40,8 @@ class RequestOutput:
       token_ids: all new tokens so far; a stop token is kept.
       new_token_ids: those that came since the last output of this request.
       text: of all tokens, None without a tokenizer. Until the end, a character whose bytes
-        are spread over several tokens waits for the last of them.
+        are spread over several tokens waits for the last of them, and so does what may
+        become a stop string.
       finished: nothing follows.
       finish_reason: "stop", "length", "abort" or "error" when finished, else None.
       prompt_tokens: length of the prompt.
@@ -120,6 +122,7 @@ class Request:
         self.exit_loops: list[int] = []
         self._told = 0
         self._text = None if tokenizer is None else TextStream(tokenizer)
+        self._stops = StopStrings(params.stop)
         self._arrived = time.perf_counter()
         self._started: float | None = None
         self._first: float | None = None
@@ -154,19 +157,36 @@ class Request:
         if self._started is None:
             self._started = time.perf_counter()
 
-    def take(self, ids: list[int], exit_loops: list[int]) -> None:
-        """New tokens, as the device emitted them: nothing follows a stop token."""
+    def take(self, ids: list[int], exit_loops: list[int]) -> int:
+        """New tokens, as the device emitted them: nothing follows a stop token.
+
+        Returns:
+          How many were taken: fewer where a stop string is complete before the last.
+        """
         now = time.perf_counter()
         self._first = now if self._first is None else self._first
         self._last = now
-        self.tokens += ids
-        self.exit_loops += exit_loops
-        if self._text is not None:
-            self._text.add(ids)
-        if ids[-1] in self.stop_ids:
+        taken, stopped = self._read(ids)
+        self.tokens += ids[:taken]
+        self.exit_loops += exit_loops[:taken]
+        if stopped or self.tokens[-1] in self.stop_ids:
             self.finish("stop")
         elif not self.remaining:
             self.finish("length")
+        return taken
+
+    def _read(self, ids: list[int]) -> tuple[int, bool]:
+        """Adds the text of new tokens; how many, and whether a stop string is complete."""
+        if self._text is None:
+            return len(ids), False
+        if not self.params.stop:
+            self._text.add(ids)
+            return len(ids), False
+        for count, token in enumerate(ids, start=1):
+            self._text.add([token])
+            if self._stops.cut(self._text.text(final=False), final=False)[1]:
+                return count, True
+        return len(ids), False
 
     def finish(self, reason: str) -> None:
         self.status = Status.FINISHED
@@ -187,11 +207,14 @@ class Request:
         """What its owner is told now."""
         finished = self.status is Status.FINISHED
         new, self._told = self.tokens[self._told :], len(self.tokens)
+        text = None if self._text is None else self._text.text(final=finished)
+        if text is not None:
+            text, _ = self._stops.cut(text, final=finished)
         return RequestOutput(
             request_id=self.id,
             token_ids=list(self.tokens),
             new_token_ids=new,
-            text=None if self._text is None else self._text.text(final=finished),
+            text=text,
             finished=finished,
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.prompt),

@@ -39,6 +39,11 @@ def make_request(
                 f"stop_token_ids has {token}, which is not a token id below "
                 f"{model.config.vocab_size}"
             )
+    if params.stop and model.tokenizer is None:
+        raise ValueError(
+            f"stop {params.stop!r} needs texts and the model has no tokenizer: use "
+            "stop_token_ids"
+        )
     ids = make_requests(model, [prompt], 1, [])[0].prompt
     needed = len(ids) + params.max_tokens - 1
     numbers = f"{len(ids)} prompt tokens and max_tokens {params.max_tokens}"

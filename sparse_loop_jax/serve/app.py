@@ -135,7 +135,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
 
 
 def _require_tokenizer_for(asked: Asked, service: Service) -> None:
-    if asked.stop and service.tokens.tokenizer is None:
+    if asked.params.stop and service.tokens.tokenizer is None:
         raise ApiError(400, "the checkpoint has no tokenizer: use stop_token_ids", param="stop")
 
 

@@ -54,7 +54,6 @@ class Asked:
     Attributes:
       params: all but `max_tokens`, if that was left out.
       max_tokens: None: what the context has room for.
-      stop: strings that end the text, and are not part of it.
       priority: see `Engine.add_request`.
       stream, include_usage: how to answer.
       token_ids: whether the answer has token ids and their exit loops too.
@@ -62,7 +61,6 @@ class Asked:
 
     params: SamplingParams
     max_tokens: int | None
-    stop: tuple[str, ...]
     priority: int
     stream: bool
     include_usage: bool
@@ -170,6 +168,7 @@ def _asked(
     if is_number(given.get("temperature")) and given["temperature"] > _MAX_TEMPERATURE:
         raise _bad("temperature", f"must be in [0, {_MAX_TEMPERATURE}]")
     stop_ids = fields.take("stop_token_ids", default=())
+    stop = _stops(fields.take("stop", default=[]))
     priority = fields.take("priority", _integer, 0)
     if priority and not by_priority:
         raise _bad("priority", "has no effect on this server: start it with --policy priority")
@@ -185,6 +184,7 @@ def _asked(
     try:
         params = SamplingParams(
             max_tokens=1 if max_tokens is None else max_tokens,
+            stop=stop,
             stop_token_ids=stop_ids,
             **sampling,
         )
@@ -193,7 +193,6 @@ def _asked(
     return Asked(
         params=params,
         max_tokens=max_tokens,
-        stop=_stops(fields.take("stop", default=[])),
         priority=priority,
         stream=stream,
         include_usage=include_usage,

@@ -150,7 +150,6 @@ class Service:
                     job_id,
                     prompt,
                     asked.params_for(self.tokens.left_after(len(prompt))),
-                    stop=asked.stop,
                     priority=asked.priority,
                 )
             )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sparse_loop_jax.engine import Engine, RequestOutput, SamplingParams
-from sparse_loop_jax.serve.stops import StopStrings
 
 log = logging.getLogger(__name__)
 
@@ -52,28 +51,25 @@ class Job:
         prompt: Sequence[int],
         params: SamplingParams,
         *,
-        stop: Sequence[str] = (),
         priority: int = 0,
     ):
         self.id = job_id
         self.prompt = prompt
         self.params = params
         self.priority = priority
-        self._stops = StopStrings(stop)
 
-    def progress(self, output: RequestOutput) -> Progress:
-        """What the owner is told; call once for each output, in their order."""
+
+def _progress(output: RequestOutput) -> Progress:
+    """What the owner of a job is told."""
+    return Progress(
         # The engine holds a partial character back until the end, and shows it then.
-        text = (output.text or "").rstrip("\N{REPLACEMENT CHARACTER}")
-        text, stopped = self._stops.cut(text, final=output.finished)
-        return Progress(
-            text,
-            output.token_ids,
-            output.exit_loops,
-            "stop" if stopped else output.finish_reason,
-            output.prompt_tokens,
-            output.reused_prompt_tokens,
-        )
+        (output.text or "").rstrip("\N{REPLACEMENT CHARACTER}"),
+        output.token_ids,
+        output.exit_loops,
+        output.finish_reason,
+        output.prompt_tokens,
+        output.reused_prompt_tokens,
+    )
 
 
 class EngineThread:
@@ -190,15 +186,13 @@ class EngineThread:
         news = []
         for output in outputs:
             job = self._jobs.get(output.request_id)
-            if job is None:  # ended by a stop string, and now in the engine too
+            if job is None:  # refused together with others
                 continue
-            progress = job.progress(output)
+            progress = _progress(output)
             if output.finish_reason == "error":
                 progress = dataclasses.replace(progress, error=self.failure)
             elif output.finish_reason == "abort":
                 progress = dataclasses.replace(progress, error="the request was aborted")
-            elif progress.finish_reason and not output.finished:
-                self._engine.abort(job.id)
             if progress.finish_reason:
                 del self._jobs[job.id]
             news.append((job, progress))
