@@ -19,6 +19,7 @@ from sparse_loop_jax.bench import (
     attention_ops,
     chain,
     measure,
+    model,
     torch_peer,
     tune,
     tune_cases,
@@ -396,7 +397,7 @@ def test_what_is_measured_can_be_looked_up(tmp_path, monkeypatch, capsys):
     w = dataclasses.replace(TINY, context=16, rows=1)
     case = tune_cases.select_case(w)
     small = dataclasses.replace(case, grid=[c for c in case.grid if c.num_warps == 2])
-    monkeypatch.setattr(tune, "cases", lambda workloads: iter([lambda: small]))
+    monkeypatch.setattr(tune, "plan", lambda workloads, config: iter([lambda: small]))
     path = tmp_path / "device.json"
     options = ["--shape", "tiny", "--cases", "2x16", "--device-file", str(path)]
     assert main(["bench", "tune", *options]) == 2
@@ -412,6 +413,25 @@ def test_what_is_measured_can_be_looked_up(tmp_path, monkeypatch, capsys):
     (entry,) = made["ops"]["select_keys"]
     assert len(entry["tried"]) == 2
     assert all(t["us"]["1"] > 0 for t in entry["tried"])
+
+
+def test_products_of_a_model_are_measured_in_their_branch():
+    plan = list(tune.plan([], model.SHAPES["tiny"]))
+    assert len(plan) == 8  # four matrices, by what their configurations serve
+    found = set()
+    for make in plan:
+        case = make()
+        assert tuning.describe(case.op, case.key)["rows"] == max(case.chains)
+        assert case.grid
+        found.add(case.op)
+    assert found == {"project_qkv", "gated_linear", "linear_add_norm"}
+    ending = plan[3]()
+    entry = tune.measure_case(
+        dataclasses.replace(ending, grid=[], chains={1: ending.chains[1]})
+    )
+    assert entry is not None
+    assert entry["us"]["1"] > 0
+    assert set(entry["config"]) == set(tuning.OPS["linear_add_norm"].fields)
 
 
 def test_failures_of_a_grid_are_kept(monkeypatch):

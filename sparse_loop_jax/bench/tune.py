@@ -1,9 +1,9 @@
 """`sparse-loop bench tune`: measures kernel configurations and writes a device's file.
 
-What is tried is in `tune_cases`: for each workload a small grid around the computed
-configuration. It is compiled in threads and then timed. The computed one is kept unless
-another is faster by more than `MARGIN`: a difference that small may be noise, and a changed
-cut changes bits.
+What is tried is in `tune_products`, for each matrix of a layer, and in `tune_cases`, for
+each workload of attention: a small grid around the computed configuration. It is compiled in
+threads and then timed. The computed one is kept unless another is faster by more than
+`MARGIN`: a difference that small may be noise, and a changed cut changes bits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import jax
 from sparse_loop_jax.bench import measure
 from sparse_loop_jax.bench.chain import Chain
 from sparse_loop_jax.bench.tune_cases import Case, cases
+from sparse_loop_jax.bench.tune_products import product_cases
 from sparse_loop_jax.kernels import tuning
 from sparse_loop_jax.kernels.workloads import AttentionWorkload, tagged
+from sparse_loop_jax.models.config import OuroConfig
 
 MARGIN = 0.02
 FINALISTS = 3
@@ -154,19 +156,33 @@ def default_workloads() -> list[AttentionWorkload]:
     return tagged("tune")
 
 
+def plan(
+    workloads: list[AttentionWorkload], config: OuroConfig
+) -> Iterator[Callable[[], Case]]:
+    """The products of a model, then the attention of workloads, the most wanted first."""
+    yield from product_cases(config)
+    yield from cases(workloads)
+
+
 def write(
-    workloads: list[AttentionWorkload], path: str | Path | None, *, seconds: float, command: str
+    workloads: list[AttentionWorkload],
+    config: OuroConfig,
+    path: str | Path | None,
+    *,
+    seconds: float,
+    command: str,
 ) -> Path:
     """Measures for `seconds` and writes a device's file; returns where it is.
 
     Args:
+      workloads, config: of attention; the model whose products are measured.
       path: where to; None: `<device>.json` here, to be moved into the package's
         `data/tuning` by whoever finds it good.
       command: what made the file, to be named in it.
     """
     device = jax.devices()[0].device_kind
     path = Path(path or tuning.file_name(device))
-    entries = tune(cases(workloads), seconds=seconds)
+    entries = tune(plan(workloads, config), seconds=seconds)
     path.write_text(file_text(entries, command))
     tuning.read_table(path)  # what was written can be read
     return path

@@ -24,6 +24,7 @@ from sparse_loop_jax.kernels.workloads import (
 
 VERIFIED_ROWS = 4  # a cut of paged attention serves decoding and verification
 RETENTION = 0.1
+GENERATED = 13  # tokens past a workload's context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +64,25 @@ def verification_case(workload: AttentionWorkload) -> Case:
 
 
 def paged_case(workload: AttentionWorkload) -> Case:
-    """Dense attention: one row of each request, and a verification with the same cut."""
-    w = dataclasses.replace(workload, rows=1)
+    """Dense attention: one row of each request, and a verification with the same cut.
+
+    A decode step at a context attends to what has been generated since, too: whole blocks
+    and tables that just suffice would be those of a context that is never met.
+    """
+    w = dataclasses.replace(workload, rows=1, context=workload.context + GENERATED)
     inputs = paged_inputs(w, sets=sets_for(w.dense_bytes))
+    width = 1 << (w.pages - 1).bit_length()
+    missing = ((0, 0), (0, width - w.pages))
+    tables = [
+        jnp.pad(table, missing, constant_values=inputs.k_pool.shape[0])
+        for table in inputs.tables
+    ]
+    span = width * w.page_size
     pool = inputs.k_pool.shape
 
     def chain(rows: int, config) -> Chain:
         shape = (w.batch, rows, w.heads, w.head_dim)
-        block_rows = paged.choose_config(shape, pool, w.pages, w.dtype).block_rows
+        block_rows = paged.choose_config(shape, pool, width, w.dtype).block_rows
         config = dataclasses.replace(config, block_rows=block_rows)
         last = jnp.arange(1 - rows, 1, dtype=jnp.int32)
         lengths = jnp.broadcast_to(w.context + last, (w.batch, rows))
@@ -81,11 +93,11 @@ def paged_case(workload: AttentionWorkload) -> Case:
 
         q = jnp.broadcast_to(inputs.q, shape)
         shared = inputs.k_pool, inputs.v_pool, lengths
-        return Chain(step, q, shared, inputs.tables, w.dense_bytes)
+        return Chain(step, q, shared, tables, w.dense_bytes)
 
     shape = (w.batch, 1, w.heads, w.head_dim)
-    computed = paged.choose_config(shape, pool, w.pages, w.dtype)
-    splits = _around(computed.splits, 0.25, 0.5, 1, 2, 4, most=max(w.span // 64, 1))
+    computed = paged.choose_config(shape, pool, width, w.dtype)
+    splits = _around(computed.splits, 0.25, 0.5, 1, 2, 4, most=max(span // 64, 1))
     tiles = [(64, 2, 3), (64, 4, 3), (32, 1, 3), (64, 2, 4), (128, 4, 3), (128, 4, 2)]
     # Far cuts with the usual tiles, near ones with all.
     grid = [
@@ -93,7 +105,7 @@ def paged_case(workload: AttentionWorkload) -> Case:
             computed,
             splits=s,
             block_keys=keys,
-            min_keys=128 if w.span >= 128 * s else 64,
+            min_keys=128 if span >= 128 * s else 64,
             num_warps=warps,
             num_stages=stages,
         )
@@ -106,12 +118,12 @@ def paged_case(workload: AttentionWorkload) -> Case:
         kv_heads=w.kv_heads,
         group=w.heads // w.kv_heads,
         head_dim=w.head_dim,
-        length=w.span,
+        length=span,
         dtype=w.dtype,
     )
     rows = [n for n in (1, VERIFIED_ROWS) if n * w.heads // w.kv_heads <= paged.FEW_QUERIES]
     chains = {n: functools.partial(chain, n) for n in rows}
-    return Case("paged_attention", w.name, key, computed, grid, chains)
+    return Case("paged_attention", workload.name, key, computed, grid, chains)
 
 
 def sparse_case(workload: AttentionWorkload) -> Case:

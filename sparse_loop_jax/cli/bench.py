@@ -146,7 +146,9 @@ def _tune(args, cases) -> int:
     config = model.SHAPES[args.shape]
     workloads = _workloads(args, config, cases) if cases else tune.default_workloads()
     command = f"sparse-loop bench tune --seconds {args.seconds:g}"
-    path = tune.write(workloads, args.device_file, seconds=args.seconds, command=command)
+    path = tune.write(
+        workloads, config, args.device_file, seconds=args.seconds, command=command
+    )
     print(f"wrote {path}")
     return 0
 
