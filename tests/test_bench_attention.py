@@ -23,6 +23,7 @@ from sparse_loop_jax.bench import (
     torch_peer,
     tune,
     tune_cases,
+    tune_products,
 )
 from sparse_loop_jax.cli import main
 from sparse_loop_jax.cli.bench import parse_rows
@@ -422,7 +423,6 @@ def test_products_of_a_model_are_measured_in_their_branch():
     for make in plan:
         case = make()
         assert tuning.describe(case.op, case.key)["rows"] == max(case.chains)
-        assert case.grid
         found.add(case.op)
     assert found == {"project_qkv", "gated_linear", "linear_add_norm"}
     ending = plan[3]()
@@ -432,6 +432,15 @@ def test_products_of_a_model_are_measured_in_their_branch():
     assert entry is not None
     assert entry["us"]["1"] > 0
     assert set(entry["config"]) == set(tuning.OPS["linear_add_norm"].fields)
+    # What is tried fits the matrices of a real model.
+    hidden, inner = 2048, 5632
+    matrices = {
+        "project_qkv": [(128, hidden)],
+        "gated_linear": [(inner, hidden)],
+        "linear_add_norm": [(hidden, hidden), (hidden, inner)],
+    }
+    for (op, _), tiles in tune_products.TILES.items():
+        assert all(tune_products.cut_of(t).fits(*m) for t in tiles for m in matrices[op])
 
 
 def test_failures_of_a_grid_are_kept(monkeypatch):

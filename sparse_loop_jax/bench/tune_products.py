@@ -181,7 +181,7 @@ def _output_case(config: OuroConfig, served: int, dtype: str) -> Case:
 
 
 def _case(op, name, served, computed, chain, fits, **shape) -> Case:
-    grid = [_cut(tile) for tile in TILES[op, served]]
+    grid = [cut_of(tile) for tile in TILES[op, served]]
     return Case(
         op,
         f"{name} for {served} rows",
@@ -192,7 +192,8 @@ def _case(op, name, served, computed, chain, fits, **shape) -> Case:
     )
 
 
-def _cut(tile: tuple[int, ...]) -> MatvecConfig:
+def cut_of(tile: tuple[int, ...]) -> MatvecConfig:
+    """The configuration of an entry of `TILES`."""
     names = ("block_out", "block_in", "num_warps", "num_stages", "splits")
     return MatvecConfig(**{"splits": 1, **dict(zip(names, tile, strict=False))})
 
