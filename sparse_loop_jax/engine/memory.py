@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 
 import jax
@@ -207,8 +208,10 @@ def _step_temporaries(
         )
     )
     working = results = 0
-    for program in programs:
-        analysis = program.compile().memory_analysis()
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # on a GPU, many seconds each
+        compiled = list(pool.map(lambda program: program.compile(), programs))
+    for program in compiled:
+        analysis = program.memory_analysis()
         if analysis is not None:
             new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             working = max(working, analysis.temp_size_in_bytes)
