@@ -12,6 +12,10 @@ from sparse_loop_jax.engine.scheduler import Scheduler
 from sparse_loop_jax.engine.sizing import Sizing
 from sparse_loop_jax.generation.compilation import count_compilations
 
+# Steps before tables get narrower: where long requests come and go, the pipeline of rounds is
+# not to be drained for each of them.
+_ROOMY_STEPS = 32
+
 
 class ServingLoop:
     """The requests of an engine between their arrival and their retirement.
@@ -32,6 +36,7 @@ class ServingLoop:
         self.news: dict[str, Request] = {}
         self.ended_rows: list[int] = []
         self._sizing = sizing
+        self._roomy_steps = 0  # in a row, in which narrower tables would have done
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
@@ -104,13 +109,17 @@ class ServingLoop:
         self._narrow()
 
     def _narrow(self) -> None:
-        """Back to smaller tables and a smaller store when the long requests have gone.
+        """Back to smaller tables and a smaller store when long requests have been gone a while.
 
         What rounds do over the width of a table, a selection of keys most of all, is cheaper
         then. Programs of the narrow state are compiled already, unless it never was one.
         """
         longest = max((request.kv_tokens for request in self.scheduler.running), default=0)
-        if longest and self._sizing.sizes_at(longest).width < self.executor.sizes.width:
+        if not longest or self._sizing.sizes_at(longest).width >= self.executor.sizes.width:
+            self._roomy_steps = 0
+            return
+        self._roomy_steps += 1
+        if self._roomy_steps >= _ROOMY_STEPS:
             self.collect_all()
             self.executor.resize(longest)
 
