@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from sparse_loop_jax.kernels.capture_attention import capture_attention
-from sparse_loop_jax.kernels.capture_attention.pallas import capture_attention_pallas
-from sparse_loop_jax.kernels.capture_attention.xla import row_scores
+from sparse_loop_jax.kernels.capture_attention.pallas import (
+    capture_attention_pallas,
+    capture_into_pallas,
+)
+from sparse_loop_jax.kernels.capture_attention.xla import row_scores, store_rows
 from sparse_loop_jax.kernels.paged_attention import paged_attention
 from sparse_loop_jax.kernels.paged_attention.pallas import scored_attention
 from sparse_loop_jax.kernels.paged_attention.pallas_split import SplitConfig
@@ -76,6 +79,33 @@ def test_every_cut_captures_the_same(paged_case, name):
     }
     for key, (answer, fields) in wrong.items():
         assert fields <= differs(answer, want), key
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_references_go_into_their_slots(paged_case, name):
+    group, head_dim, dtype, config = CUTS[name]
+    case = make_case(paged_case, group, head_dim, dtype)
+    counts = jnp.asarray(COUNTS, jnp.int32)
+    slots = jnp.asarray([[9, 3, 8], [0, 9, 7], [10, 1, 2]], jnp.int32)  # of nine
+    heads = case.q.shape[2]
+    poison = (
+        jnp.full((9, heads, CAPACITY), 0xDEAD, jnp.uint16),
+        jnp.full((9, heads), jnp.nan, jnp.float32),
+        jnp.full((9, heads, head_dim), jnp.nan, jnp.float32),
+    )
+    options = {"config": config, "dense_implementation": "xla"}
+    want = capture_attention_pallas(*case.args, counts, capacity=CAPACITY, **options)
+    got = capture_into_pallas(*case.args, counts, slots, *poison, **options)
+    np.testing.assert_array_equal(got.out, want.out)
+    for stored, junk, each in zip(
+        got[1:], poison, store_rows(want, slots, *poison)[1:], strict=True
+    ):
+        np.testing.assert_array_equal(stored, each)
+        np.testing.assert_array_equal(stored[4:7], junk[4:7])  # of no row
+    base = want.out[2, 2].astype(jnp.float32) - want.kept[2, 2]
+    np.testing.assert_array_equal(got.base[2], base)
+    np.testing.assert_array_equal(got.positions[2], want.positions[2, 2])
+    np.testing.assert_array_equal(got.mass[2], want.mass[2, 2])
 
 
 def test_the_dense_pass_leaves_its_scores(paged_case):

@@ -28,6 +28,7 @@ SPAN, CAPACITY = 1300, 1200
 LAYOUTS = {
     "all in registers": SelectConfig(num_warps=2, groups=8),
     "most read again": SelectConfig(num_warps=1, groups=2),
+    "a tail": SelectConfig(num_warps=1, groups=4, tail=2),
 }
 
 
@@ -101,6 +102,19 @@ def test_heads_share_lengths_and_counts():
         assert np.asarray(out[b, i, h]).tolist() == want + [0] * (9 - count)
 
 
+def test_rows_go_into_their_slots():
+    rng = np.random.default_rng(3)
+    scores = jnp.asarray(rng.standard_normal((2, 2, 3, 40)), jnp.float32)
+    lengths = jnp.array([[40, 7], [20, 39]], jnp.int32)
+    counts = jnp.array([[4, 7], [2, 9]], jnp.int32)
+    slots = jnp.array([[5, 6], [0, 9]], jnp.int32)  # of six
+    poison = jnp.full((6, 3, 9), 0xDEAD, jnp.uint16)
+    options = {"capacity": 9, "index_dtype": jnp.uint16}
+    want = select_rows(scores, lengths, counts, **options)
+    got = select_rows(scores, lengths, counts, **options, into=(slots, poison))
+    np.testing.assert_array_equal(got, poison.at[5].set(want[0, 0]).at[0].set(want[1, 0]))
+
+
 def test_no_rows_and_no_scores():
     zero = jnp.zeros((2, 0), jnp.int32)
     out = select_keys_pallas(jnp.zeros((2, 0, 5)), zero, zero, capacity=3)
@@ -128,6 +142,7 @@ def test_chosen_layouts_hold_a_row_as_far_as_registers_go():
     for span in (1, 24, 129, 8192, 20_000, 65_536):
         config = choose_config(span)
         assert min(span, RESIDENT) <= config.resident <= RESIDENT
+        assert (config.tail > 0) == (span > RESIDENT)
         # 64 keys of 4 bytes a thread are half of its registers at 512 threads.
         assert config.groups * 4 <= 64
         assert config.num_warps <= 16

@@ -88,6 +88,26 @@ def test_every_cut_gives_the_attention(paged_case, name):
     assert missed == []
 
 
+@pytest.mark.parametrize("name", ["one piece", "pieces of groups"])
+def test_references_are_read_from_their_slots(paged_case, name):
+    group, head_dim, dtype, config = CUTS[name]
+    args = make_args(paged_case, group, head_dim, dtype)
+    slots = np.array([[99, 3, 8], [0, 4, 7], [10, 1, 2]])  # a dead row's may be anything
+    stored = {}
+    for field in ("positions", "mass", "base"):
+        value = np.asarray(args[field])
+        array = np.zeros((11, *value.shape[2:]), value.dtype)
+        array[slots % 94] = value
+        stored[field] = jnp.asarray(array)
+    rows = jnp.asarray(slots, jnp.int32)
+    for attend in (
+        functools.partial(sparse_attention_pallas, config=config),
+        functools.partial(sparse_attention, implementation="xla"),
+    ):
+        out = attend(*(args | stored).values(), rows=rows)
+        np.testing.assert_array_equal(out, attend(*args.values()))
+
+
 def test_positions_can_be_uint32(paged_case):
     args = make_args(paged_case, index=jnp.uint32)
     out = sparse_attention_pallas(*args.values(), config=CUTS["one piece"][3])

@@ -6,11 +6,17 @@ What the model calls: the ops of `sparse_loop_jax.kernels` and the store put tog
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from sparse_loop_jax.kernels.capture_attention import CaptureOutput, capture_attention
+from sparse_loop_jax.kernels.capture_attention import (
+    CaptureOutput,
+    capture_attention,
+    capture_into,
+)
 from sparse_loop_jax.kernels.sparse_attention import sparse_attention
 from sparse_loop_jax.sparse import store as reference_store
 from sparse_loop_jax.sparse.config import (
@@ -99,15 +105,30 @@ def capture_rows(
       `out`, the dense op's own output bit for bit, but zeros for refused rows; the store;
       and refused, bool `[B, n]`.
     """
-    captured, counts = _capture(
-        store, plan, (q, k_pool, v_pool, page_table, lengths), counts_table,
-        config, implementation, dense_implementation,
-    )  # fmt: skip
-    base = _base(captured.out, captured, config)
-    store, refused = reference_store.capture(
-        store, plan, layer, counts, captured.positions, captured.mass, base
+    rows, refused = reference_store.targets(store, plan)
+    # A refused row sees nothing, which gives zeros without another pass over the output.
+    lengths = jnp.where(refused, 0, lengths)
+    paged = (q, k_pool, v_pool, page_table, lengths)
+    if config.mass_scaling == "none":
+        captured, counts = _capture(
+            store, plan, paged, counts_table, config, implementation, dense_implementation
+        )
+        base = _base(captured.out, captured, config)
+        store, _ = reference_store.capture(
+            store, plan, layer, counts, captured.positions, captured.mass, base
+        )
+        return captured.out, store, refused
+    counts = _counts(plan, lengths, counts_table)
+    out, *arrays = capture_into(
+        *paged,
+        counts,
+        rows,
+        store.positions[layer],
+        store.mass[layer],
+        store.base[layer],
+        **_options(config, implementation, dense_implementation),
     )
-    return _without(refused, captured.out), store, refused
+    return out, reference_store.with_layer(store, layer, rows, counts, *arrays), refused
 
 
 def consume_rows(
@@ -132,25 +153,23 @@ def consume_rows(
       `out` `[B, n, heads, head_dim]` in the dtype of q, zeros for dead and refused rows, and
       refused, bool `[B, n]`.
     """
-    reference, refused = reference_store.consume(store, plan, layer)
-    mass = reference.mass
-    if config.mass_scaling == "none":
-        mass = jnp.ones_like(mass)
-    elif config.mass_scaling == "oracle":
-        mass = selection_mass(
-            q, k_pool, page_table, lengths, reference.positions, reference.count
-        )
-    out = sparse_attention(
+    attend = functools.partial(
+        sparse_attention,
         q,
         k_pool,
         v_pool,
         page_table,
-        reference.positions,
-        reference.count,
-        mass,
-        reference.base,
         implementation=implementation or config.implementation,
     )
+    if config.mass_scaling == "oracle":
+        ref, refused = reference_store.consume(store, plan, layer)
+        mass = selection_mass(q, k_pool, page_table, lengths, ref.positions, ref.count)
+        return attend(ref.positions, ref.count, mass, ref.base), refused
+    rows, counts, refused = reference_store.find(store, plan)
+    mass = store.mass[layer]
+    if config.mass_scaling == "none":
+        mass = jnp.ones_like(mass)
+    out = attend(store.positions[layer], counts, mass, store.base[layer], rows=rows)
     return out, refused
 
 
@@ -192,19 +211,30 @@ def recapture_rows(
 def _capture(
     store, plan, paged, counts_table, config, implementation, dense_implementation
 ) -> tuple[CaptureOutput, jax.Array]:
-    lengths = paged[-1]
-    counts = jnp.where(plan.live, counts_table.at[lengths].get(mode="clip"), 0)
+    counts = _counts(plan, paged[-1], counts_table)
     captured = capture_attention(
         *paged,
         counts,
         capacity=store.capacity,
         index_dtype=store.index_dtype,
-        sink_keys=config.sink_keys,
-        recent_keys=config.recent_keys,
-        dense_implementation=dense_implementation,
-        implementation=implementation or config.implementation,
+        **_options(config, implementation, dense_implementation),
     )
     return captured, counts
+
+
+def _counts(plan: SparseDecodePlan, lengths: jax.Array, counts_table: jax.Array) -> jax.Array:
+    """Keys that each row keeps, int32 `[B, n]`."""
+    return jnp.where(plan.live, counts_table.at[lengths].get(mode="clip"), 0)
+
+
+def _options(config, implementation, dense_implementation) -> dict[str, Any]:
+    """What every capture is asked for."""
+    return {
+        "sink_keys": config.sink_keys,
+        "recent_keys": config.recent_keys,
+        "dense_implementation": dense_implementation,
+        "implementation": implementation or config.implementation,
+    }
 
 
 def _base(out: jax.Array, captured: CaptureOutput, config: SparseDecodeConfig) -> jax.Array:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_loop_jax.kernels.capture_attention.xla import write_rows
 from sparse_loop_jax.sparse.pytrees import (
     Reference as Reference,
     ReferenceLease as ReferenceLease,
@@ -138,27 +139,53 @@ def capture(
         ("base", base, store.base[layer]),
     ):
         _require_shape(name, value, (*lead, *stored.shape[1:]), stored.dtype)
+    rows, refused = targets(store, plan)
+    written = (
+        write_rows(store.positions[layer], rows, positions),
+        write_rows(store.mass[layer], rows, mass),
+        write_rows(store.base[layer], rows, base),
+    )
+    return with_layer(store, layer, rows, counts, *written), refused
+
+
+def targets(store: Store, plan: SparseDecodePlan) -> tuple[jax.Array, jax.Array]:
+    """Where the rows of a capture go, for who writes a layer's arrays himself.
+
+    Returns:
+      int32 `[B, n]`, the slot of each live row that owns it and the number of slots for the
+      others; and bool `[B, n]`: live rows that no longer own their slot.
+    """
     owned = plan.live & _owned(store, plan.slots, plan.versions)
-    # What is not owned goes past the end, where it is dropped; to places of its own, so that
-    # no two rows write to one place and the write needs no atomics.
-    beyond = store.slots + jnp.arange(owned.size, dtype=jnp.int32).reshape(lead)
-    target = jnp.where(owned, plan.slots, beyond)
+    return jnp.where(owned, plan.slots, store.slots), plan.live & ~owned
 
-    def write(array, rows):
-        return array.at[target].set(rows, mode="drop", unique_indices=True)
 
-    def write_layer(arrays, rows):
-        return (*arrays[:layer], write(arrays[layer], rows), *arrays[layer + 1 :])
+def with_layer(
+    store: Store,
+    layer: int,
+    rows: jax.Array,
+    counts: jax.Array,
+    positions: jax.Array,
+    mass: jax.Array,
+    base: jax.Array,
+) -> Store:
+    """The store with a layer's arrays after a capture of `counts` keys into `rows`.
+
+    Args:
+      rows, counts: int32 `[B, n]`; rows of `targets`.
+      positions, mass, base: of all slots, as the store has them.
+    """
+
+    def put(arrays, array):
+        return (*arrays[:layer], array, *arrays[layer + 1 :])
 
     last = layer == len(store.positions) - 1
-    store = dataclasses.replace(
+    return dataclasses.replace(
         store,
-        count=write(store.count, counts) if last else store.count,
-        positions=write_layer(store.positions, positions),
-        mass=write_layer(store.mass, mass),
-        base=write_layer(store.base, base),
+        count=write_rows(store.count, rows, counts) if last else store.count,
+        positions=put(store.positions, positions),
+        mass=put(store.mass, mass),
+        base=put(store.base, base),
     )
-    return store, plan.live & ~owned
 
 
 def consume(store: Store, plan: SparseDecodePlan, layer: int) -> tuple[Reference, jax.Array]:
@@ -172,16 +199,27 @@ def consume(store: Store, plan: SparseDecodePlan, layer: int) -> tuple[Reference
       ValueError: the store has no such layer.
     """
     _require_layer(store, layer)
-    owned = plan.live & _owned(store, plan.slots, plan.versions)
-    slots = jnp.where(owned, plan.slots, 0)
-    count = jnp.where(owned, store.count[slots], 0)
+    rows, count, refused = find(store, plan)
     reference = Reference(
-        positions=store.positions[layer][slots],
+        positions=store.positions[layer][rows],
         count=count,
-        mass=store.mass[layer][slots],
-        base=store.base[layer][slots],
+        mass=store.mass[layer][rows],
+        base=store.base[layer][rows],
     )
-    return reference, plan.live & (count == 0)
+    return reference, refused
+
+
+def find(store: Store, plan: SparseDecodePlan) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where the references of the rows are, for who reads a layer's arrays himself.
+
+    Returns:
+      int32 `[B, n]` slots, any one for rows without a reference; int32 `[B, n]` kept keys, 0
+      for dead and refused rows; and what `consume` refuses.
+    """
+    owned = plan.live & _owned(store, plan.slots, plan.versions)
+    rows = jnp.where(owned, plan.slots, 0)
+    count = jnp.where(owned, store.count[rows], 0)
+    return rows, count, plan.live & (count == 0)
 
 
 def accept(store: Store, lease: ReferenceLease, accepted: jax.Array) -> Store:

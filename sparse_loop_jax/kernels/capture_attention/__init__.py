@@ -5,6 +5,11 @@ from sparse_loop_jax.kernels.capture_attention import (
     triton_launch as triton_launch,
     xla as xla,
 )
-from sparse_loop_jax.kernels.capture_attention.op import CaptureOutput, capture_attention
+from sparse_loop_jax.kernels.capture_attention.op import (
+    CaptureOutput,
+    StoredCapture,
+    capture_attention,
+    capture_into,
+)
 
-__all__ = ["CaptureOutput", "capture_attention"]
+__all__ = ["CaptureOutput", "StoredCapture", "capture_attention", "capture_into"]

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from sparse_loop_jax.kernels import pallas_triton
-from sparse_loop_jax.kernels.capture_attention.op import CaptureOutput, capture_attention
+from sparse_loop_jax.kernels.capture_attention.op import (
+    CaptureOutput,
+    StoredCapture,
+    capture_attention,
+    capture_into,
+)
 from sparse_loop_jax.kernels.capture_attention.pallas_kernel import sum_kernel, weigh_kernel
 from sparse_loop_jax.kernels.capture_attention.xla import favour
 from sparse_loop_jax.kernels.paged_attention import paged_attention
@@ -52,32 +57,103 @@ def capture_attention_pallas(
     Raises:
       NotImplementedError: a head size, page size or dtype that the kernels do not serve.
     """
-    batch, rows, heads, dim = q.shape
+    batch, width, heads, dim = q.shape
+    rows = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+    dense, positions, kept, mass = _capture(
+        (q, k_pool, v_pool, page_table, lengths, counts),
+        rows,
+        None,
+        capacity=capacity,
+        index_dtype=index_dtype,
+        favoured=(sink_keys, recent_keys),
+        dense_implementation=dense_implementation,
+        config=config,
+    )
+    lead = (batch, width, heads)
+    return CaptureOutput(
+        out=dense.out,
+        positions=positions.reshape(*lead, capacity),
+        mass=mass.reshape(lead),
+        kept=kept.reshape(*lead, dim),
+    )
+
+
+@capture_into.register("pallas")
+def capture_into_pallas(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    mass: jax.Array,
+    base: jax.Array,
+    *,
+    sink_keys: int = 0,
+    recent_keys: int = 0,
+    dense_implementation: str | None = None,
+    config: GatherConfig | None = None,
+) -> StoredCapture:
+    """`capture_into` whose kernels write into the slots themselves.
+
+    Args: as the reference, and
+      config: as of `capture_attention_pallas`.
+
+    Raises:
+      NotImplementedError: as `capture_attention_pallas`.
+    """
+    dense, positions, base, mass = _capture(
+        (q, k_pool, v_pool, page_table, lengths, counts),
+        rows,
+        (positions, base, mass),
+        capacity=positions.shape[-1],
+        index_dtype=positions.dtype,
+        favoured=(sink_keys, recent_keys),
+        dense_implementation=dense_implementation,
+        config=config,
+    )
+    return StoredCapture(dense.out, positions, mass, base)
+
+
+def _capture(
+    paged, rows, into, *, capacity, index_dtype, favoured, dense_implementation, config
+):
+    """The dense pass, and positions, base and mass of `into` with the rows' in their slots.
+
+    Where `into` is None: positions, kept and mass of all rows, slot by slot.
+    """
+    q, k_pool, v_pool, page_table, lengths, counts = paged
+    batch, width, heads, dim = q.shape
     check_shapes(dim, q=q, k_pool=k_pool, v_pool=v_pool)
     if config is None:
-        config = choose_config(batch * rows * heads, capacity)
+        config = choose_config(batch * width * heads, capacity)
     dense = dense_pass(q, k_pool, v_pool, page_table, lengths, dense_implementation)
     lengths, counts = lengths.astype(jnp.int32), counts.astype(jnp.int32)
     positions = select_rows(
-        favour(dense.scores, lengths, counts, sink_keys, recent_keys),
+        favour(dense.scores, lengths, counts, *favoured),
         lengths,
         counts,
         capacity=capacity,
         index_dtype=index_dtype,
+        into=None if into is None else (rows, into[0]),
     )
     kept, mass = _weigh(
         v_pool,
         page_table,
-        positions,
+        rows,
+        positions.reshape(-1, heads, capacity),
         lengths,
         counts,
         dense.scores,
         dense.top,
         dense.total,
+        None if into is None else (dense.out, *into[1:]),
         config=config,
         interpret=pallas_triton.interpreting(),
     )
-    return CaptureOutput(out=dense.out, positions=positions, mass=mass, kept=kept)
+    return dense, positions, kept, mass
 
 
 def dense_pass(
@@ -110,32 +186,49 @@ def _is_pallas(name: str | None) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def _weigh(
-    v_pool, page_table, positions, lengths, counts, scores, top, total, *, config, interpret
-):
-    batch, rows, heads, capacity = positions.shape
+    v_pool, page_table, rows, positions, lengths, counts, scores, top, total, into, *,
+    config, interpret,
+):  # fmt: skip
+    batch, width = rows.shape
+    slots, heads, capacity = positions.shape
     kv_heads, dim = v_pool.shape[1], v_pool.shape[3]
-    lead = (batch, rows, heads)
 
     def shapes(*lead):
         kept = jax.ShapeDtypeStruct((*lead, dim), jnp.float32)
         return kept, jax.ShapeDtypeStruct(lead, jnp.float32)
 
-    pieces = pallas_triton.call(
+    def call(kernel, name, args, *, last, **options):
+        """The last kernel is the one that leaves its results in the slots."""
+        pieces = shapes(batch, width, heads, config.splits)
+        aliases = None
+        if last and into is not None:
+            aliases = {len(args) + 1: 0, len(args) + 2: 1}
+            args = (*args, *into)
+        return pallas_triton.call(
+            kernel,
+            out_shape=shapes(slots, heads) if last else pieces,
+            aliases=aliases,
+            interpret=interpret,
+            name=name,
+            **options,
+        )(*args)
+
+    kept, mass = call(
         functools.partial(weigh_kernel, config=config),
-        grid=(rows * (heads // kv_heads), config.splits, batch * kv_heads),
-        out_shape=shapes(*lead) if config.splits == 1 else shapes(*lead, config.splits),
+        "weigh_kept",
+        (v_pool, page_table, rows, positions, lengths, counts, scores, top, total),
+        last=config.splits == 1,
+        grid=(width * (heads // kv_heads), config.splits, batch * kv_heads),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        interpret=interpret,
-        name="weigh_kept",
-    )(v_pool, page_table, positions, lengths, counts, scores, top, total)
-    if config.splits == 1:
-        return pieces
-    return pallas_triton.call(
-        functools.partial(sum_kernel, config=config, capacity=capacity),
-        grid=(heads, rows, batch),
-        out_shape=shapes(*lead),
-        num_warps=1,
-        interpret=interpret,
-        name="weigh_kept_sum",
-    )(*pieces, lengths, counts)
+    )
+    if config.splits > 1:
+        kept, mass = call(
+            functools.partial(sum_kernel, config=config, capacity=capacity),
+            "weigh_kept_sum",
+            (kept, mass, rows, lengths, counts),
+            last=True,
+            grid=(heads, width, batch),
+            num_warps=1,
+        )
+    return kept, mass

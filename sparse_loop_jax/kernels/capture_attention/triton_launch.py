@@ -6,9 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from sparse_loop_jax.kernels import triton_call
-from sparse_loop_jax.kernels.capture_attention.op import CaptureOutput, capture_attention
+from sparse_loop_jax.kernels.capture_attention.op import (
+    CaptureOutput,
+    StoredCapture,
+    capture_attention,
+    capture_into,
+)
 from sparse_loop_jax.kernels.capture_attention.pallas import dense_pass
-from sparse_loop_jax.kernels.capture_attention.xla import favour
+from sparse_loop_jax.kernels.capture_attention.xla import favour, store_rows
 from sparse_loop_jax.kernels.select_keys.triton_launch import select_rows
 from sparse_loop_jax.kernels.sparse_attention.cut import (
     GatherConfig,
@@ -61,6 +66,34 @@ def capture_attention_triton(
     )
     kept, mass = _weigh(v_pool, page_table, positions, lengths, counts, dense, config)
     return CaptureOutput(out=dense.out, positions=positions, mass=mass, kept=kept)
+
+
+@capture_into.register("triton")
+def capture_into_triton(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    mass: jax.Array,
+    base: jax.Array,
+    **options,
+) -> StoredCapture:
+    """`capture_into`: what `capture_attention_triton` gives, written by XLA.
+
+    Args: as the reference.
+
+    Raises:
+      NotImplementedError: as `capture_attention_triton`.
+    """
+    captured = capture_attention_triton(
+        q, k_pool, v_pool, page_table, lengths, counts,
+        capacity=positions.shape[-1], index_dtype=positions.dtype, **options,
+    )  # fmt: skip
+    return store_rows(captured, rows, positions, mass, base)
 
 
 def _weigh(v_pool, page_table, positions, lengths, counts, dense, config: GatherConfig):

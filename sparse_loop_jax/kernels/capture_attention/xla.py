@@ -5,7 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from sparse_loop_jax.kernels.capture_attention.op import CaptureOutput, capture_attention
+from sparse_loop_jax.kernels.capture_attention.op import (
+    CaptureOutput,
+    StoredCapture,
+    capture_attention,
+    capture_into,
+)
 from sparse_loop_jax.kernels.paged_attention import paged_attention
 from sparse_loop_jax.kernels.paged_attention.xla import gather_pages
 from sparse_loop_jax.kernels.select_keys import select_keys
@@ -81,6 +86,68 @@ def capture_attention_xla(
         mass=row_sum(weights),
         kept=row_products("bnhc,bnhcd->bnhd", weights, values),
     )
+
+
+@capture_into.register("xla")
+def capture_into_xla(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    mass: jax.Array,
+    base: jax.Array,
+    *,
+    sink_keys: int = 0,
+    recent_keys: int = 0,
+    dense_implementation: str | None = None,
+) -> StoredCapture:
+    """`capture_attention` that writes the rows' references into those of a layer.
+
+    Args: as there, and
+      rows: int32 `[B, n]`, the slot of each row; what lies past the end is written nowhere.
+        No two rows share a slot.
+      positions: uint16 or uint32 `[slots, heads, capacity]`.
+      mass: float32 `[slots, heads]`.
+      base: float32 `[slots, heads, head_dim]`, `O_ref - C_ref` with O_ref as it is rounded in
+        the output.
+
+    Returns:
+      A `StoredCapture`; every slot of no row is as it was bit for bit. The three arrays are
+      updated in place where they are donated.
+    """
+    captured = capture_attention_xla(
+        q, k_pool, v_pool, page_table, lengths, counts,
+        capacity=positions.shape[-1],
+        index_dtype=positions.dtype,
+        sink_keys=sink_keys,
+        recent_keys=recent_keys,
+        dense_implementation=dense_implementation,
+    )  # fmt: skip
+    return store_rows(captured, rows, positions, mass, base)
+
+
+def store_rows(captured: CaptureOutput, rows, positions, mass, base) -> StoredCapture:
+    """The references of a layer with the captured ones in them; see `capture_into_xla`."""
+    reference = captured.out.astype(jnp.float32) - captured.kept
+    return StoredCapture(
+        captured.out,
+        write_rows(positions, rows, captured.positions),
+        write_rows(mass, rows, captured.mass),
+        write_rows(base, rows, reference),
+    )
+
+
+def write_rows(array: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """`array [slots, ...]` with `values [B, n, ...]` at `rows [B, n]`, unless past the end."""
+    # What is dropped has places of its own, so that no two rows write to one place and the
+    # write needs no atomics.
+    beyond = array.shape[0] + jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape)
+    target = jnp.where((rows >= 0) & (rows < array.shape[0]), rows, beyond)
+    return array.at[target].set(values, mode="drop", unique_indices=True)
 
 
 def row_scores(

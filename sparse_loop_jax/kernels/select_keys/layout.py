@@ -7,6 +7,9 @@ import dataclasses
 GROUP = 128  # scores of one warp in one group: 32 threads times 4
 # The keys of a row that its program holds in registers: 64 for each of 512 threads.
 RESIDENT = 1 << 15
+# What a row may have beyond them and still need no second reading: a context of a power of
+# two and the tokens that follow it.
+TAIL = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,19 +19,22 @@ class SelectConfig:
     Attributes:
       num_warps: warps of a program.
       groups: groups of `num_warps * GROUP` scores that stay in registers.
+      tail: further groups that do, or 0.
     """
 
     num_warps: int
     groups: int
+    tail: int = 0
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            if value < 1 or value & (value - 1):
+            least = 0 if name == "tail" else 1
+            if value < least or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
 
     @property
     def resident(self) -> int:
-        """Scores in registers."""
+        """Scores in registers, but for the tail."""
         return self.groups * self.num_warps * GROUP
 
 
@@ -38,7 +44,9 @@ def choose_config(span: int, num_warps: int | None = None) -> SelectConfig:
     if num_warps is None:
         num_warps = min(max(_power_of_two(keys) // (8 * GROUP), 1), 16)
     return SelectConfig(
-        num_warps=num_warps, groups=_power_of_two(-(-keys // (num_warps * GROUP)))
+        num_warps=num_warps,
+        groups=_power_of_two(-(-keys // (num_warps * GROUP))),
+        tail=0 if span <= RESIDENT else max(TAIL // (num_warps * GROUP), 1),
     )
 
 

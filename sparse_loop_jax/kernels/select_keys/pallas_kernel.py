@@ -40,29 +40,46 @@ def select_kernel(
     scores_ref,  # float32 [R, span]
     lengths_ref,  # int32 [R / rows that share one]
     counts_ref,  # int32, as lengths
-    out_ref,  # uint16 or uint32 [R, capacity]
-    *,
+    *refs,  # out uint16 or uint32 [R, capacity]; or slots int32, as lengths, and the array
+    #   [slots * rows that share one, capacity] to be updated, as input and as output
     config: SelectConfig,
     interpret: bool,
 ):
     """Grid (R,)."""
     row = pl.program_id(0)
+    out_ref = refs[-1]
     span, capacity = scores_ref.shape[1], out_ref.shape[1]
-    share = jax.lax.div(row, _i32(scores_ref.shape[0] // lengths_ref.shape[0]))
+    sharing = scores_ref.shape[0] // lengths_ref.shape[0]
+    share = jax.lax.div(row, _i32(sharing))
     length = jnp.clip(lengths_ref[share], 0, span)
     count = jnp.clip(counts_ref[share], 0, jnp.minimum(length, capacity))
+    out_row, end_of_row = row, _i32(capacity)
+    if len(refs) > 1:
+        slot = refs[0][share]
+        out_row = slot * sharing + jax.lax.rem(row, _i32(sharing))
+        inside = (slot >= 0) & (out_row < out_ref.shape[0])
+        # Nothing is kept of a row without a slot, and nothing cleared.
+        count, end_of_row = jnp.where(inside, count, 0), jnp.where(inside, end_of_row, 0)
+        out_row = jnp.where(inside, out_row, 0)
     warps = config.num_warps
     keys, positions = _read(scores_ref, row, 0, length, warps, config.groups)
+    head = config.resident
+    if span > head and config.tail:
+        tail = _read(scores_ref, row, head, length, warps, config.tail)
+        head += config.tail * warps * GROUP
+    else:
+        tail = None
     stretch = REST_GROUPS * warps * GROUP
-    rest = jax.lax.div(length - config.resident + (stretch - 1), _i32(stretch))
+    rest = jax.lax.div(length - head + (stretch - 1), _i32(stretch))
 
     def read_rest(step):
-        start = config.resident + step * stretch
-        return _read(scores_ref, row, start, length, warps, REST_GROUPS)
+        return _read(scores_ref, row, head + step * stretch, length, warps, REST_GROUPS)
 
     def over_rest(function, carry):
         """`carry = function(carry, keys, positions)` for each further stretch."""
-        if span <= config.resident:
+        if tail is not None:
+            carry = function(carry, *tail)
+        if span <= head:
             return carry
         return jax.lax.fori_loop(0, rest, lambda i, c: function(c, *read_rest(i)), carry)
 
@@ -131,11 +148,11 @@ def select_kernel(
     keys, cut = jax.lax.cond(exact | (count == 0), lambda k: (k, length), break_ties, keys)
 
     def write(done, k, positions):
-        return _write(out_ref, row, done, k >= top, positions, warps, interpret)
+        return _write(out_ref, out_row, done, k >= top, positions, warps, interpret)
 
     done = write(_i32(0), keys, positions)
     over_rest(lambda done, k, p: write(done, raise_ties(clamp(k), p, cut), p), done)
-    _clear(out_ref, row, count, warps * GROUP)
+    _clear(out_ref, out_row, count, end_of_row, warps * GROUP)
 
 
 def ordered_keys(bits):
@@ -279,12 +296,11 @@ def _split(x):
     return [column.reshape(x.shape[:2]) for column in jnp.split(x, 4, axis=2)]
 
 
-def _clear(out_ref, row, count, block: int):
-    """Zeros from entry `count` on."""
-    capacity = out_ref.shape[1]
+def _clear(out_ref, row, count, end, block: int):
+    """Zeros from entry `count` to `end`."""
 
     def body(step, _):
         index = count + step * block + jax.lax.iota(_i32, block)
-        store(out_ref.at[row, index], jnp.zeros((block,), out_ref.dtype), mask=index < capacity)
+        store(out_ref.at[row, index], jnp.zeros((block,), out_ref.dtype), mask=index < end)
 
-    jax.lax.fori_loop(0, jax.lax.div(capacity - count + (block - 1), _i32(block)), body, None)
+    jax.lax.fori_loop(0, jax.lax.div(end - count + (block - 1), _i32(block)), body, None)

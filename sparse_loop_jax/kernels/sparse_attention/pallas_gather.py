@@ -33,8 +33,8 @@ def over_kept(
     """`carry = body(live, fetched, carry)` for each block of the kept keys `start` to `end`.
 
     Args:
-      positions_ref: [B, n, heads, capacity].
-      row: (request, row, head).
+      positions_ref: [slots, heads, capacity].
+      row: (slot, head).
       limit: positions are below it.
       fetch: a function from int32 positions `[block_keys]` to what is loaded for them one
         step ahead.

@@ -29,10 +29,11 @@ def attend_kernel(
     k_ref,  # [pages, kv_heads, page_size, dim]
     v_ref,  # [pages, kv_heads, page_size, dim]
     table_ref,  # int32 [B, max_pages]
-    positions_ref,  # uint16 or uint32 [B, n, heads, capacity]
+    rows_ref,  # int32 [B, n], slots
+    positions_ref,  # uint16 or uint32 [slots, heads, capacity]
     counts_ref,  # int32 [B, n]
-    mass_ref,  # float32 [B, n, heads]
-    base_ref,  # float32 [B, n, heads, dim]
+    mass_ref,  # float32 [slots, heads]
+    base_ref,  # float32 [slots, heads, dim]
     *out_refs,  # out [B, n, heads, dim] where splits is 1, else
     #   acc float32 [B, n, heads, splits, dim], unnormalised, top and total float32
     #   [B, n, heads, splits]: the maximum of the base-2 scores and the sum of the weights
@@ -51,7 +52,8 @@ def attend_kernel(
     head = kv_head * (heads // kv_heads) + lane
     index = (b, row, head)
 
-    count = jnp.minimum(counts_ref[b, row], positions_ref.shape[3])
+    slot = _slot(rows_ref, b, row, positions_ref.shape[0])
+    count = jnp.minimum(counts_ref[b, row], positions_ref.shape[2])
     share = piece_keys(count, config)
     start = piece * share
     end = jnp.minimum(start + share, count)
@@ -84,10 +86,11 @@ def attend_kernel(
         return place(table_ref, b, position, size, pages)
 
     limit = table_ref.shape[1] * size
-    carry = over_kept(positions_ref, index, start, end, limit, config, fetch, body, carry)
+    kept = (slot, head)
+    carry = over_kept(positions_ref, kept, start, end, limit, config, fetch, body, carry)
     top, total, acc = map(only_row, carry)
     if config.splits == 1:
-        _finish(out_refs[0], index, flat, acc / total, count, mass_ref, base_ref)
+        _finish(out_refs[0], index, slot, flat, acc / total, count, mass_ref, base_ref)
     else:
         acc_ref, top_ref, total_ref = out_refs
 
@@ -102,9 +105,10 @@ def merge_kernel(
     acc_ref,  # as `attend_kernel` leaves them
     top_ref,
     total_ref,
+    rows_ref,  # int32 [B, n], slots
     counts_ref,  # int32 [B, n]
-    mass_ref,  # float32 [B, n, heads]
-    base_ref,  # float32 [B, n, heads, dim]
+    mass_ref,  # float32 [slots, heads]
+    base_ref,  # float32 [slots, heads, dim]
     out_ref,  # [B, n, heads, dim]
     *,
     config: GatherConfig,
@@ -127,11 +131,18 @@ def merge_kernel(
     peak = jnp.max(top, axis=0)
     weights = jnp.exp2(top - jnp.where(peak == -jnp.inf, 0.0, peak))
     mean = jnp.sum(acc * weights[:, None], axis=0) / jnp.sum(total * weights, axis=0)
-    _finish(out_ref, index, flat, mean, count, mass_ref, base_ref)
+    slot = _slot(rows_ref, b, row, mass_ref.shape[0])
+    _finish(out_ref, index, slot, flat, mean, count, mass_ref, base_ref)
 
 
-def _finish(out_ref, index, flat, mean, count, mass_ref, base_ref):
+def _slot(rows_ref, b, row, slots: int):
+    """Where the reference of a row is. A row that keeps nothing may say anything."""
+    return jnp.clip(rows_ref[b, row], 0, slots - 1)
+
+
+def _finish(out_ref, index, slot, flat, mean, count, mass_ref, base_ref):
     """Stores `base + mass * mean`, or zeros where nothing is kept."""
-    out = load(base_ref.at[(*index, flat)]) + mass_ref[index] * mean
+    head = index[-1]
+    out = load(base_ref.at[slot, head, flat]) + mass_ref[slot, head] * mean
     out = jnp.where(count > 0, out, 0.0)
     store(out_ref.at[(*index, flat)], out.astype(out_ref.dtype))

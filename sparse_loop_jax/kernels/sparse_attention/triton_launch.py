@@ -15,6 +15,7 @@ from sparse_loop_jax.kernels.sparse_attention.cut import (
     choose_config,
 )
 from sparse_loop_jax.kernels.sparse_attention.op import sparse_attention
+from sparse_loop_jax.kernels.sparse_attention.xla import take_rows
 
 
 @sparse_attention.register("triton")
@@ -28,6 +29,7 @@ def sparse_attention_triton(
     mass: jax.Array,
     base: jax.Array,
     *,
+    rows: jax.Array | None = None,
     config: GatherConfig | None = None,
 ) -> jax.Array:
     """`sparse_attention` through jax-triton, as the Pallas kernels do it.
@@ -43,31 +45,33 @@ def sparse_attention_triton(
     triton_call.require()
     from sparse_loop_jax.kernels.sparse_attention import triton_kernel as kernels
 
-    batch, rows, heads, dim = q.shape
+    if rows is not None:
+        positions, mass, base = take_rows(rows, positions, mass, base)
+    batch, width, heads, dim = q.shape
     pages, kv_heads, size, _ = k_pool.shape
     capacity = positions.shape[3]
     check_shapes(dim, q=q, k_pool=k_pool, v_pool=v_pool)
     if q.size == 0:
         return jnp.zeros_like(q)
     if config is None:
-        computed = choose_config(batch * rows * heads, capacity)
+        computed = choose_config(batch * width * heads, capacity)
         config = tuning.tuned(
             "sparse_attention",
             functools.partial(dataclasses.replace, computed),
             batch=batch,
-            rows=rows,
+            rows=width,
             heads=heads,
             head_dim=dim,
             length=capacity,
             dtype=k_pool.dtype,
         )
     counts = counts.astype(jnp.int32)
-    grid = (rows * (heads // kv_heads), config.splits, batch * kv_heads)
+    grid = (width * (heads // kv_heads), config.splits, batch * kv_heads)
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     shared = {"HEADS": heads, "DIM": dim, "CAPACITY": capacity, "BLOCK": config.block_keys}
     walk = shared | {
         "SCALE": dim**-0.5,
-        "N": rows,
+        "N": width,
         "KV_HEADS": kv_heads,
         "PAGES": pages,
         "SIZE": size,
@@ -89,7 +93,7 @@ def sparse_attention_triton(
     )  # fmt: skip
     return triton_call.call(
         kernels.merge_kernel, *pieces, counts, mass, base,
-        grid=(batch * rows * heads,), out_shape=out, name="sparse_attention_merge",
+        grid=(batch * width * heads,), out_shape=out, name="sparse_attention_merge",
         num_warps=1, **shared, SPLITS=config.splits,
         PIECES=1 << (config.splits - 1).bit_length(),
     )  # fmt: skip

@@ -19,6 +19,8 @@ def sparse_attention_xla(
     counts: jax.Array,
     mass: jax.Array,
     base: jax.Array,
+    *,
+    rows: jax.Array | None = None,
 ) -> jax.Array:
     """`base + mass * softmax_S(q K_S / sqrt(head_dim)) V_S` for each row and query head.
 
@@ -38,12 +40,17 @@ def sparse_attention_xla(
         dead or was refused.
       mass: float32 `[B, n, heads]`.
       base: float32 `[B, n, heads, head_dim]`.
+      rows: int32 `[B, n]`: positions, mass and base are then those of all slots of a store,
+        `[slots, ...]` in place of `[B, n, ...]`, and this is the slot of each row. Where the
+        count is 0 it may be anything.
 
     Returns:
       `[B, n, heads, head_dim]` in the dtype of q; computed in float32 and rounded once. Rows
       with count 0 give zeros, whatever their mass and base hold. Only kept rows of the pools
       are gathered: what lies elsewhere, NaN included, changes nothing.
     """
+    if rows is not None:
+        positions, mass, base = take_rows(rows, positions, mass, base)
     kept = jax.lax.broadcasted_iota(jnp.int32, positions.shape, 3) < counts[..., None, None]
     k = gather_keys(k_pool, page_table, positions, kept)
     v = gather_keys(v_pool, page_table, positions, kept)
@@ -53,6 +60,11 @@ def sparse_attention_xla(
     mean = row_products("bnhc,bnhcd->bnhd", weights, v) / row_sum(weights)[..., None]
     out = base + mass[..., None] * mean
     return jnp.where(counts[..., None, None] > 0, out, 0).astype(q.dtype)
+
+
+def take_rows(rows: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """`[B, n, ...]` of `[slots, ...]`, any slot where there is no such one."""
+    return [array.at[rows].get(mode="clip") for array in arrays]
 
 
 def gather_keys(
