@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,8 +96,9 @@ def test_references_go_into_their_slots(paged_case, name):
         jnp.full((9, heads, head_dim), jnp.nan, jnp.float32),
     )
     options = {"config": config, "dense_implementation": "xla"}
-    want = capture_attention_pallas(*case.args, counts, capacity=CAPACITY, **options)
-    got = capture_into_pallas(*case.args, counts, slots, *poison, **options)
+    capture = functools.partial(capture_attention_pallas, *case.args, counts)
+    want = capture(capacity=CAPACITY, **options)
+    got = functools.partial(capture_into_pallas, *case.args, counts, slots, *poison)(**options)
     np.testing.assert_array_equal(got.out, want.out)
     for stored, junk, each in zip(
         got[1:], poison, store_rows(want, slots, *poison)[1:], strict=True

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from sparse_loop_jax.kernels import pallas_triton
-from sparse_loop_jax.kernels.capture_attention.pallas import capture_attention_pallas
+from sparse_loop_jax.kernels.capture_attention.pallas import (
+    capture_attention_pallas,
+    capture_into_pallas,
+)
 from sparse_loop_jax.kernels.select_keys.pallas import select_keys_pallas
 from sparse_loop_jax.kernels.sparse_attention import sparse_attention
 from sparse_loop_jax.kernels.sparse_attention.cut import GatherConfig, choose_config
@@ -205,3 +208,11 @@ class TestLowering:
             capture_attention_pallas, capacity=820, dense_implementation="pallas"
         )
         assert len(lowered(capture, q, k, v, table, lengths, lengths)) == launches
+        store = (
+            array(20, 16, 820, dtype="uint16"),
+            array(20, 16, dtype="float32"),
+            array(20, 16, 128, dtype="float32"),
+        )
+        capture = functools.partial(capture_into_pallas, dense_implementation="pallas")
+        args = (q, k, v, table, lengths, lengths, lengths, *store)
+        assert len(lowered(capture, *args)) == launches
