@@ -229,6 +229,8 @@ def accept(store: Store, lease: ReferenceLease, accepted: jax.Array) -> Store:
       accepted: int32 `[B]`; row 0, the root, survives whatever it says.
     """
     _require_shape("accepted", accepted, lease.slots.shape[:1])
+    if lease.rows == 1:
+        return store  # roots alone
     row = jnp.arange(lease.rows, dtype=jnp.int32)[None]
     rejected = row > jnp.maximum(accepted, 0)[:, None]
     rejected &= _owned(store, lease.slots, lease.versions)
