@@ -29,6 +29,7 @@ LAYOUTS = {
     "all in registers": SelectConfig(num_warps=2, groups=8),
     "most read again": SelectConfig(num_warps=1, groups=2),
     "a tail": SelectConfig(num_warps=1, groups=4, tail=2),
+    "short rows apart": SelectConfig(num_warps=1, groups=8, tail=1, short=4),
 }
 
 

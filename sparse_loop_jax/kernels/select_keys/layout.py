@@ -20,15 +20,17 @@ class SelectConfig:
       num_warps: warps of a program.
       groups: groups of `num_warps * GROUP` scores that stay in registers.
       tail: further groups that do, or 0.
+      short: groups in place of `groups` for rows that fit into so many and the tail, or 0.
     """
 
     num_warps: int
     groups: int
     tail: int = 0
+    short: int = 0
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            least = 0 if name == "tail" else 1
+            least = 0 if name in ("tail", "short") else 1
             if value < least or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
 
@@ -36,6 +38,11 @@ class SelectConfig:
     def resident(self) -> int:
         """Scores in registers, but for the tail."""
         return self.groups * self.num_warps * GROUP
+
+    @property
+    def reach(self) -> int:
+        """Scores in registers, the tail among them."""
+        return self.resident + self.tail * self.num_warps * GROUP
 
 
 def choose_config(span: int, num_warps: int | None = None) -> SelectConfig:

@@ -17,6 +17,8 @@ instructions.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -61,6 +63,30 @@ def select_kernel(
         # Nothing is kept of a row without a slot, and nothing cleared.
         count, end_of_row = jnp.where(inside, count, 0), jnp.where(inside, end_of_row, 0)
         out_row = jnp.where(inside, out_row, 0)
+    select = functools.partial(
+        _select,
+        scores_ref,
+        out_ref,
+        row,
+        out_row,
+        length=length,
+        count=count,
+        end_of_row=end_of_row,
+        interpret=interpret,
+    )
+    if config.short:
+        short = dataclasses.replace(config, groups=config.short, short=0)
+        fits = length <= short.reach
+        pl.when(fits)(lambda: select(span=short.reach, config=short))
+        pl.when(~fits)(lambda: select(span=span, config=config))
+    else:
+        select(span=span, config=config)
+
+
+def _select(
+    scores_ref, out_ref, row, out_row, *, span, length, count, end_of_row, config, interpret
+):
+    """Writes the kept positions of a row, whose length is at most `span`."""
     warps = config.num_warps
     keys, positions = _read(scores_ref, row, 0, length, warps, config.groups)
     head = config.resident
