@@ -37,14 +37,16 @@ def texts(words) -> Texts:
 
 
 def solve_hops(text: str) -> list[tuple[str, str, int]]:
-    """(start, answer by following the pointers, steps) of each question."""
+    """(start, name, steps between them) of each name of each answer, by following pointers."""
     pointer = dict(re.findall(r"From (\w+) go to (\w+)\.", text))
     found = []
     for start, steps in re.findall(r"From (\w+) take (\d) steps to", text):
-        at = start
-        for _ in range(int(steps)):
+        at = before = start
+        for step in range(1, int(steps) + 1):
             at = pointer[at]
-        found.append((start, at, int(steps)))
+            if step in (4, int(steps)):
+                found.append((before, at, step if step <= 4 else step - 4))
+                before = at
     return found
 
 
@@ -79,13 +81,13 @@ def test_several_hops_are_what_an_independent_solver_finds(words, texts, prose):
         text = words.tokenizer.decode(paper.ids)
         solved = solve_hops(text)
         assert said(words, paper) == [answer for _, answer, _ in solved]
-        # Each shallow loop is asked for the node 2 steps further on.
+        # Each shallow loop is asked for the node one step further on.
         pointer = dict(re.findall(r"From (\w+) go to (\w+)\.", text))
+        steps_seen |= {int(steps) for steps in re.findall(r"take (\d) steps", text)}
         for index, (start, _, steps) in zip(paper.answers, solved, strict=True):
-            steps_seen.add(steps)
             for loop, token in enumerate(paper.staged[index]):
                 at = start
-                for _ in range(min(steps, 2 * (loop + 1))):
+                for _ in range(min(steps, loop + 1)):
                     at = pointer[at]
                 assert words.tokenizer.decode([token]).strip() == at
     assert steps_seen == set(range(1, 9))
@@ -98,11 +100,15 @@ def test_the_solver_objects_to_a_wrong_answer(words):
         answer for _, answer, _ in solve_hops(words.tokenizer.decode(paper.ids))
     ]
     text = words.tokenizer.decode(paper.ids)
-    shifted = re.sub(r"take (\d)", lambda m: f"take {int(m[1]) + 1}", text)
-    right = [a for _, a, _ in solve_hops(text)]
-    assert all(
-        a != b for a, b in zip(right, (a for _, a, _ in solve_hops(shifted)), strict=True)
+    # Other numbers of steps that leave as many names.
+    shifted = re.sub(
+        r"take (\d)", lambda m: f"take {int(m[1]) + (-1 if m[1] in '48' else 1)}", text
     )
+    right = [(a, steps) for _, a, steps in solve_hops(text)]
+    wrong = [a for _, a, _ in solve_hops(shifted)]
+    last = [i for i, (_, steps) in enumerate(right) if steps != 4]
+    assert last
+    assert all(right[i][0] != wrong[i] for i in last)
 
 
 @pytest.mark.parametrize("prose", [False, True])

@@ -26,7 +26,8 @@ class Mixture:
       hops, recall, copying, story: relative shares of the tasks.
       answer_weight: of an answer's tokens in the loss, where text weighs 1.
       paper_weight: of the rest of a paper, whose names and codes cannot be foreseen.
-      per_loop: steps that each loop is asked for in several-hop questions; None: the answer.
+      per_loop: steps that each loop is asked for in several-hop questions; None: what is
+        named next.
     """
 
     hops: float = 0.5
@@ -35,7 +36,7 @@ class Mixture:
     story: float = 0.1
     answer_weight: float = 6.0
     paper_weight: float = 0.1
-    per_loop: int | None = 2
+    per_loop: int | None = 1
 
 
 def draw_paper(

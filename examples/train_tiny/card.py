@@ -98,8 +98,9 @@ def training(settings: dict, log: Sequence[dict], manifest: dict) -> str:
     )
     if staged:
         objective += (
-            f"; in several-hop questions a loop is asked for the node {staged} steps further on"
-            " than the loop before it, the last loop for the answer"
+            "; in several-hop questions a loop is asked for the node that is "
+            f"{'a step' if staged == 1 else f'{staged} steps'} further on than the loop before"
+            " it, the last loop for what the answer names next"
         )
     stages = "; ".join(
         f"up to {stage['until']:.0%} {stage['length']} tokens, {stage['tokens']:,} a step, "

@@ -4,10 +4,12 @@
     From wagon go to rose.
     ...
     From wagon take 2 steps to lantern.
+    From wagon take 6 steps to harbor bell.
 
 The pointers form one cycle, so that every record is the start of a chain of any length and
-nothing but following it gives the answer. One token of answer has to hold all steps: there is
-no room to write intermediate nodes down.
+nothing but following it gives the answer. An answer names the node after every fourth step and
+the last one: a token of it stands for up to four steps, with no room to write those in between
+down. They have to be taken in the loops.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import dataclasses
 import numpy as np
 
 MAX_HOPS = 8
+STRIDE = 4  # steps from one named node to the next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +71,20 @@ def draw_chain(
     )
 
 
-def loop_hops(hops: int, loop: int, loops: int, per_loop: int | None) -> int:
-    """Steps that loop `loop` (from 0) is asked to have taken of `hops`.
+def waypoints(hops: int) -> list[int]:
+    """After how many steps a node is named in an answer.
 
-    >>> [loop_hops(5, d, 4, 2) for d in range(4)], [loop_hops(5, d, 4, None) for d in range(4)]
-    ([2, 4, 5, 5], [5, 5, 5, 5])
+    >>> waypoints(3), waypoints(6), waypoints(8)
+    ([3], [4, 6], [4, 8])
+    """
+    return [*range(STRIDE, hops, STRIDE), hops]
+
+
+def loop_hops(hops: int, loop: int, loops: int, per_loop: int | None) -> int:
+    """Steps that loop `loop` (from 0) is asked to have taken of the `hops` to the next name.
+
+    >>> [loop_hops(3, d, 4, 1) for d in range(4)], [loop_hops(3, d, 4, None) for d in range(4)]
+    ([1, 2, 3, 3], [3, 3, 3, 3])
 
     The last loop is always asked for the answer.
     """

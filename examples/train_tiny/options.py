@@ -42,16 +42,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--batch-tokens", type=int, default=131_072, help="where a stage has none")
     run.add_argument("--peak", type=float, default=3e-3)
     run.add_argument("--warmup", type=int, default=100)
-    run.add_argument("--hops-from", type=float, default=0.05)
-    run.add_argument("--hops-by", type=float, default=0.3)
+    run.add_argument("--hops-from", type=float, default=0.06)
+    run.add_argument("--hops-by", type=float, default=0.17)
     run.add_argument("--entropy", type=float, default=0.1)
     run.add_argument("--synthetic", type=float, default=0.5, help="where a stage has none")
     run.add_argument("--paper-weight", type=float, default=0.1)
-    run.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    run.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
     run.add_argument(
         "--hop-targets", choices=["staged", "final"], default="staged",
-        help="what shallow loops are asked in several-hop questions: 2 steps a loop, or the "
-        "answer",
+        help="what shallow loops are asked in several-hop questions: one step a loop, or what "
+        "the last is asked",
     )  # fmt: skip
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -87,7 +87,7 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
         remat=not args.no_remat,
         rows=args.rows,
     )
-    per_loop = 2 if args.hop_targets == "staged" else None
+    per_loop = 1 if args.hop_targets == "staged" else None
     model = {
         "vocab_size": corpus.vocabulary,
         "hidden_size": args.hidden,

@@ -34,7 +34,7 @@ class Paper:
             self.ids.extend(piece)
 
     def answer(self, ids: Iterable[int], staged: tuple[int, ...] | None = None) -> None:
-        """Appends tokens that answer; `staged` is for an answer of one token."""
+        """Appends tokens that answer; `staged` is for one token."""
         for token in ids:
             self.answers.append(len(self.ids))
             if staged is not None:

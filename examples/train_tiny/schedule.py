@@ -44,7 +44,7 @@ class Stage:
 
 # Retrieval has to be found before there is anything to follow: many small steps on short rows,
 # nearly all of them tasks. Then text, and length.
-STAGES = "0.30:256:32768:0.85,0.45:512:65536:0.5,0.75:2048:131072:0.4,1:8192:131072:0.4"
+STAGES = "0.22:256:32768:0.85,0.34:512:65536:0.6,0.72:2048:131072:0.4,1:8192:131072:0.4"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class Schedule:
     peak: float = 3e-3
     warmup: int = 100
     floor: float = 0.02
-    hops_from: float = 0.0
-    hops_by: float = 0.4
+    hops_from: float = 0.06
+    hops_by: float = 0.17
 
     def __post_init__(self):
         if (self.steps is None) == (self.minutes is None):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .hops import MAX_HOPS, Chain, draw_chain, loop_hops
+from .hops import MAX_HOPS, Chain, draw_chain, loop_hops, waypoints
 from .lexicon import ADJECTIVES, NOUNS, PEOPLE, PLACES, THINGS, Lexicon
 from .papers import Paper, Prose, spread
 
@@ -117,7 +117,7 @@ def several_hops(
     nodes: int | None = None,
     questions: int | None = None,
     hops: int | np.ndarray = MAX_HOPS,
-    per_loop: int | None = 2,
+    per_loop: int | None = 1,
 ) -> Paper:
     """Pointers between names, and questions that follow them; see `hops`.
 
@@ -128,14 +128,14 @@ def several_hops(
       nodes: pointers; None: a random number.
       questions: None: `asked_with_prose(length)` with prose, else as many as fit.
       hops: most steps of a question, or the steps of each.
-      per_loop: steps that each loop is asked for; None: the answer of every loop.
+      per_loop: steps that each loop is asked for; None: the next name of every loop.
 
     Raises:
       ValueError: the length leaves no room for the pointers and a question.
     """
     head = lexicon.ids("Pointers:\n")
     record = pattern(lexicon, "From", " go to", ".", "\n", words=2)
-    asked = pattern(lexicon, "From", " take", " steps to", ".", "\n", words=2 + 2)
+    asked = hops_question(lexicon, int(np.max(hops)))
     least = int(np.max(hops)) + 1
     if questions is None and prose:
         most = (length - len(head) - least * record) // asked
@@ -164,11 +164,20 @@ def several_hops(
     return paper
 
 
+def hops_question(lexicon: Lexicon, hops: int) -> int:
+    """Most tokens of a question of up to `hops` steps, with its answer."""
+    words = 1 + len(lexicon.digits(hops)) + len(waypoints(hops))
+    return pattern(lexicon, "From", " take", " steps to", ".", "\n", words=words)
+
+
 def most_hops(lexicon: Lexicon, length: int) -> int:
     """The longest chain, up to `MAX_HOPS`, about which `length` tokens have room to ask."""
     record = pattern(lexicon, "From", " go to", ".", "\n", words=2)
-    fixed = pattern(lexicon, "Pointers:\n", "From", " take", " steps to", ".", "\n", words=4)
-    return max(1, min(MAX_HOPS, (length - fixed) // record - 1))
+    head = len(lexicon.ids("Pointers:\n"))
+    for hops in range(MAX_HOPS, 1, -1):
+        if head + (hops + 1) * record + hops_question(lexicon, hops) <= length:
+            return hops
+    return 1
 
 
 def ask_hops(
@@ -188,11 +197,16 @@ def ask_hops(
         lexicon.digits(steps),
         lexicon.ids(" steps to"),
     )
-    reached = [
-        lexicon.nouns[chain.after(question, loop_hops(steps, loop, loops, per_loop))]
-        for loop in range(loops)
-    ]
-    paper.answer(reached[-1:], staged=tuple(reached))
+    taken = 0
+    for named in waypoints(steps):
+        reached = [
+            lexicon.nouns[
+                chain.after(question, taken + loop_hops(named - taken, loop, loops, per_loop))
+            ]
+            for loop in range(loops)
+        ]
+        paper.answer(reached[-1:], staged=tuple(reached))
+        taken = named
     paper.add(lexicon.ids("."), lexicon.ids("\n"))
 
 
