@@ -162,6 +162,26 @@ def test_a_row_alone_equals_itself_in_a_batch(write):
     check(case, pools)
 
 
+def test_more_rows_than_a_block_and_heads_of_24():
+    """Only the kernel cuts rows in blocks, and pads heads to a power of two."""
+    rng = np.random.default_rng(3)
+    k, v = (jnp.asarray(rng.standard_normal((3, 15, 2, 24)), "bfloat16") for _ in range(2))
+    pool = jnp.full((16, 2, SIZE, 24), POISON, "bfloat16")
+    table = jnp.asarray(rng.permutation(16)[:12].reshape(3, 4), jnp.int32)
+    positions = jnp.asarray(rng.permuted(np.tile(np.arange(16), (3, 1)), axis=1)[:, :15])
+    args = pool, pool + 8, k, v, table, positions.astype(jnp.int32), positions != 5
+    outs = [write_kv(*args, implementation=name) for name in ("pallas", "xla")]
+    for got, want, before in zip(*outs, (pool, pool + 8), strict=True):
+        assert (want != before).any()
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def test_the_kernel_leaves_no_rows_to_the_reference():
+    case = make(TABLE, np.zeros((2, 0)))
+    with pytest.raises(NotImplementedError, match="write_kv of no rows"):
+        write_kv(*case.args, implementation="pallas")
+
+
 # In place --------------------------------------------------------------------------------
 
 COPY = re.compile(r"\b(copy|convert|copy-start)\(")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels.kv_write.pallas import write_kv_pallas
 from sparse_loop_jax.kernels.matvec.pallas import (
     gated_linear_pallas,
     linear_add_norm_pallas,
@@ -99,6 +100,29 @@ def test_projection_stores_into_pools_past_2_to_31_elements(
 def test_projection_lowers_in_place():
     args = projection(64)
     text = pallas_triton.lower_for_cuda(lambda *a: project_qkv_pallas(*a), *args).as_text()
+    call = next(line for line in text.splitlines() if "xla.gpu.triton" in line)
+    assert call.count("output_operand_alias<") == 2
+
+
+def write(pages):
+    pool, rows, place = array(pages, 4, 16, 64), array(2, 24, 4, 64), (2, 24)
+    table = array(2, 8, dtype="int32")
+    return (
+        *(pool, pool, rows, rows, table),
+        array(*place, dtype="int32"),
+        array(*place, dtype="bool"),
+    )
+
+
+@pytest.mark.parametrize(("pages", "wide"), [(64, False), (1 << 20, True)])
+def test_rows_are_stored_into_pools_past_2_to_31_elements(lowered, takes_64_bits, pages, wide):
+    (text,) = lowered(write_kv_pallas, *write(pages))
+    assert takes_64_bits(text) is wide
+
+
+def test_the_write_lowers_in_place():
+    args = write(64)
+    text = pallas_triton.lower_for_cuda(lambda *a: write_kv_pallas(*a), *args).as_text()
     call = next(line for line in text.splitlines() if "xla.gpu.triton" in line)
     assert call.count("output_operand_alias<") == 2
 
