@@ -18,6 +18,7 @@ from sparse_loop_jax.kernels.matvec.pallas import (
 )
 from sparse_loop_jax.kernels.paged_attention.pallas import paged_attention_pallas
 from sparse_loop_jax.kernels.project_qkv.pallas import project_qkv_pallas
+from sparse_loop_jax.kernels.rotate_write.pallas import rotate_write_pallas
 
 pytestmark = pytest.mark.filterwarnings(
     f"ignore:{pallas_triton.DEPRECATION}:DeprecationWarning"
@@ -114,15 +115,24 @@ def write(pages):
     )
 
 
+def rotation(pages):
+    pool, _, rows, _, *place = write(pages)
+    turn = array(*rows.shape[:2], 64)
+    return (array(*rows.shape[:2], 12 * 64), turn, turn, pool, pool, *place)
+
+
 @pytest.mark.parametrize(("pages", "wide"), [(64, False), (1 << 20, True)])
 def test_rows_are_stored_into_pools_past_2_to_31_elements(lowered, takes_64_bits, pages, wide):
     (text,) = lowered(write_kv_pallas, *write(pages))
     assert takes_64_bits(text) is wide
+    (text,) = lowered(rotate_write_pallas, *rotation(pages))
+    assert takes_64_bits(text) is wide
 
 
-def test_the_write_lowers_in_place():
-    args = write(64)
-    text = pallas_triton.lower_for_cuda(lambda *a: write_kv_pallas(*a), *args).as_text()
+@pytest.mark.parametrize("function", [write_kv_pallas, rotate_write_pallas])
+def test_the_write_lowers_in_place(function):
+    args = write(64) if function is write_kv_pallas else rotation(64)
+    text = pallas_triton.lower_for_cuda(lambda *a: function(*a), *args).as_text()
     call = next(line for line in text.splitlines() if "xla.gpu.triton" in line)
     assert call.count("output_operand_alias<") == 2
 

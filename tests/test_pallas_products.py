@@ -11,6 +11,7 @@ from sparse_loop_jax.kernels.matvec import gated_linear, linear, linear_add_norm
 from sparse_loop_jax.kernels.matvec.pallas import choose_config
 from sparse_loop_jax.kernels.matvec.pallas_kernels import MatvecConfig
 from sparse_loop_jax.kernels.project_qkv import project_qkv
+from sparse_loop_jax.kernels.rotate_write import rotate_write
 
 INPUTS, OUTPUTS = 192, 96
 EPS = 1e-6
@@ -228,3 +229,63 @@ def test_the_checker_finds_wrong_projections():
 def test_other_projections_are_left_to_the_next_implementation(args, message):
     with pytest.raises(NotImplementedError, match=message):
         project_qkv(*args, implementation="pallas")
+
+
+# Rotation and write, after a product of many rows ----------------------------------------
+
+
+def rotation(positions, live, *, heads=HEADS, dim=DIM, dtype="bfloat16"):
+    """Arguments of `rotate_write`, of the places and angles of `project`."""
+    _, _, *rest = project(positions, live, dim=dim, dtype=dtype)
+    width = (heads + 2 * KV_HEADS) * dim
+    return normal(*np.shape(positions), width, seed=6, dtype=dtype), *rest
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("heads", [4, 3])
+def test_rotation_matches_its_reference(dtype, heads):
+    """Dead rows, rows with no page; rows in more than one block, heads alone and together."""
+    positions = [[2, 3, 4, 9, *range(12, 28)], [0, -1, 7, 12, 1, 2, 3, *[99] * 13]]
+    live = np.ones((2, 20), bool)
+    live[0, 1] = False
+    args = rotation(positions, live, heads=heads, dtype=dtype)
+    dead = jnp.asarray(~live)[..., None]
+    args = jnp.where(dead, jnp.nan, args[0]).astype(dtype), *args[1:]
+    got, want = both(rotate_write, *args)
+    check(got, want)
+    for pool, before, after in zip(got[1:], (7, 8), want[1:], strict=True):
+        assert (after != before).any()
+        np.testing.assert_array_equal(pool == before, after == before)
+    # Values are copied as they are.
+    np.testing.assert_array_equal(got[2], want[2])
+
+
+def test_the_checker_finds_wrong_rotations():
+    args = rotation([[6], [11]], [[True], [True]])
+    _, want = both(rotate_write, *args)
+    qkv, cos, sin, k_pool, v_pool, table, positions, live = args
+    wrong = {
+        "turned back": (qkv, cos, -sin, k_pool, v_pool, table, positions, live),
+        "slots reversed": (
+            qkv.reshape(2, 1, -1, DIM)[:, :, ::-1].reshape(qkv.shape),
+            *args[1:],
+        ),
+        "a neighbour's page": (*args[:5], table[::-1], positions, live),
+        "nothing written": (*args[:7], ~live),
+    }
+    for arguments in wrong.values():
+        answer, _ = both(rotate_write, *arguments)
+        with pytest.raises(AssertionError):
+            check(answer, want)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (rotation(np.zeros((2, 0)), np.ones((2, 0), bool)), "rotate_write of no rows"),
+        (rotation([[1], [1]], [[True], [True]], dim=24), "of heads of 24"),
+    ],
+)
+def test_other_rotations_are_left_to_the_next_implementation(args, message):
+    with pytest.raises(NotImplementedError, match=message):
+        rotate_write(*args, implementation="pallas")

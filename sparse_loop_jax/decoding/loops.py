@@ -18,9 +18,11 @@ from sparse_loop_jax.cache import PagedKVCache
 from sparse_loop_jax.decoding.config import DecodeSpec
 from sparse_loop_jax.decoding.exits import ExitReadout, fill_skipped_loops
 from sparse_loop_jax.decoding.references import SparseRows
+from sparse_loop_jax.kernels.matvec import linear
 from sparse_loop_jax.kernels.paged_attention import paged_attention
 from sparse_loop_jax.kernels.project_qkv import project_qkv
 from sparse_loop_jax.kernels.registry import recording
+from sparse_loop_jax.kernels.rotate_write import rotate_write
 from sparse_loop_jax.models.layers import rope_angles, run_layers
 from sparse_loop_jax.models.params import OuroParams
 from sparse_loop_jax.sparse.config import DENSE
@@ -137,8 +139,8 @@ def _one_loop(params: OuroParams, spec: DecodeSpec, hidden, rows: Rows, products
     `live` bool `[B, n]` are the rows that write and attend in this loop.
     """
     angles = rope_angles(rows.positions, spec.config, hidden.dtype)
-    if products is None and spec.implementation == "xla":
-        products = "xla"
+    reference = "xla" if spec.implementation == "xla" else None
+    products = products or reference
 
     def one_loop(depth, carry: _Carry, *, mode: str, live: jax.Array) -> _Carry:
         hidden, sparse = carry.hidden, carry.sparse
@@ -153,17 +155,17 @@ def _one_loop(params: OuroParams, spec: DecodeSpec, hidden, rows: Rows, products
         def mix(layer, p):
             def attend(normed):
                 nonlocal sparse
-                q, keys[layer], values[layer] = project_qkv(
-                    normed,
-                    p.qkv,
-                    *angles,
-                    keys[layer],
-                    values[layer],
-                    table,
-                    rows.positions,
-                    live,
-                    implementation=products,
-                )
+                place = (*angles, keys[layer], values[layer], table, rows.positions, live)
+                if products == "xla":  # of many rows: what follows the product is a kernel
+                    q, keys[layer], values[layer] = rotate_write(
+                        linear(normed, p.qkv, implementation=products),
+                        *place,
+                        implementation=reference,
+                    )
+                else:
+                    q, keys[layer], values[layer] = project_qkv(
+                        normed, p.qkv, *place, implementation=products
+                    )
                 paged = (keys[layer], values[layer], table)
                 if mode == DENSE or sparse is None:
                     out = paged_attention(

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from sparse_loop_jax.kernels import pallas_triton
 from sparse_loop_jax.kernels.kv_write.op import write_kv
 from sparse_loop_jax.kernels.kv_write.places import place_rows
-from sparse_loop_jax.kernels.pallas_triton import load, release_next, store
+from sparse_loop_jax.kernels.pallas_triton import load, store
 
 # Bytes in flight hide the latency: 32 rows of 128 bfloat16 are four 16-byte accesses of each
 # of 128 threads, for K and for V.
@@ -84,7 +84,7 @@ def _kernel(
     del k_in_ref, v_in_ref
     batch, rows, _, dim = k_ref.shape
     pages = k_pool_ref.shape[0]
-    head = release_next(pl.program_id(0))
+    head = pl.program_id(0)
     line = pl.program_id(1) * block + jax.lax.iota(jnp.int32, block)
     real = line < batch * rows
     b, i = line // rows, line % rows  # a padding line's request is past the end
