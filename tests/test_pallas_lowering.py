@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -147,11 +148,21 @@ def test_a_kernel_is_interpreted_only_where_there_is_no_gpu():
     assert pallas_triton.interpreting() is not on_gpu
 
 
-def test_kernels_release_their_successors(lowered):
+def test_short_kernels_release_their_successors(lowered):
     x, vector = array(1, 1, 64), array(64)
     args = (x, array(64, 64), x, vector, vector)
     texts = lowered(functools.partial(linear_add_norm_pallas, eps=1e-6), *args)
-    texts += lowered(project_qkv_pallas, *projection(64))
-    texts += lowered(paged_attention_pallas, *ATTENTION["decode in pieces"][0])
-    assert len(texts) == 5
-    assert all("griddepcontrol.launch_dependents" in text for text in texts)
+    pieces, merge = lowered(paged_attention_pallas, *ATTENTION["decode in pieces"][0])
+    (projected,) = lowered(project_qkv_pallas, *projection(64))
+    word = "griddepcontrol.launch_dependents"
+    assert [word in text for text in (*texts, merge)] == [True] * 3
+    assert [word in text for text in (pieces, projected)] == [False] * 2
+
+
+def test_a_device_that_is_not_there_releases_as_a_hopper(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert pallas_triton._programmatic_launches.__wrapped__()
+    for capability, expected in (("8.0", False), ("9.0", True)):
+        device = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        assert pallas_triton._programmatic_launches.__wrapped__() is expected

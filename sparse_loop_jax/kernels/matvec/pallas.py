@@ -112,7 +112,7 @@ def choose_config(
     many = rows > FEW_ROWS
     tiles = ((64, 128), (32, 128), (16, 128), (16, 64), (16, 32), (16, 16))
     for height, depth in tiles:
-        block_in = min(depth, 64) if many else depth
+        block_in = min(depth, 64) if gated and many else depth
         # A tile holds twice the outputs where gated.
         block_out = max(height // 2, 16) if gated and not many else height
         cut = 1
@@ -126,7 +126,7 @@ def choose_config(
             block_in=block_in,
             splits=cut,
             num_warps=block_out // 16 * (2 if gated and many else 1),
-            num_stages=4 if gated or many else 5,
+            num_stages=4 if gated else 3 if many else 5,
         )
         if config.fits(outputs, inputs):
             return config

@@ -152,16 +152,19 @@ def choose_config(q_shape, pool_shape, max_pages: int, dtype) -> SplitConfig:
             num_warps=4,
             num_stages=3,
         )
-    # About a thousand programs fill the device a few times over, and a piece of fewer than
-    # 128 keys is all start and end. A long context is cut anyway, for ragged batches.
+    # About 512 programs fill the device, and a piece of fewer than 128 keys is all start and
+    # end. A long context is cut anyway, for ragged batches. What is not cut, or hardly, is
+    # long enough for a program of four warps; short pieces are better off with two.
     span = max_pages * size
-    splits = max(-(-1024 // (batch * kv_heads)), span // 8192)
+    splits = max(-(-512 // (batch * kv_heads)), span // 8192)
+    splits = max(min(splits, span // 128), 1)
+    long = splits == 1 or span >= 4096 * splits
     return SplitConfig(
         block_rows=block_rows,
         block_keys=32 if wide else 64,
-        splits=max(min(splits, span // 128), 1),
+        splits=splits,
         min_keys=128,
-        num_warps=4 if wide else 2,
+        num_warps=4 if wide or long else 2,
         num_stages=3,
     )
 

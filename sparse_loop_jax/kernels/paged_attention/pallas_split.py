@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from sparse_loop_jax.kernels.pallas_triton import load, release_next, store
+from sparse_loop_jax.kernels.pallas_triton import load, store
 
 LOG2E = math.log2(math.e)  # exp2 is the hardware's exponential
 
@@ -88,7 +88,7 @@ def split_kernel(
     scored: bool = False,
 ):
     """Grid (kv_heads, splits or row blocks, B)."""
-    head, b = release_next(pl.program_id(0)), pl.program_id(2)
+    head, b = pl.program_id(0), pl.program_id(2)
     rows, heads, dim = q_ref.shape[1:]
     pages, kv_heads, size, _ = k_ref.shape
     group = heads // kv_heads

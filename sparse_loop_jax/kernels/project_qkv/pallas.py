@@ -13,7 +13,7 @@ from sparse_loop_jax.kernels import pallas_triton, tuning
 from sparse_loop_jax.kernels.kv_write.places import place_rows
 from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS, choose_config, rows_served
 from sparse_loop_jax.kernels.matvec.pallas_kernels import MatvecConfig, dot_rows
-from sparse_loop_jax.kernels.pallas_triton import load, release_next, store
+from sparse_loop_jax.kernels.pallas_triton import load, store
 from sparse_loop_jax.kernels.project_qkv.op import project_qkv
 
 
@@ -128,7 +128,7 @@ def _kernel(
     pages, kv_heads = k_ref.shape[:2]
     half, pairs = dim // 2, config.block_out // 2
     blocks = half // pairs
-    program = release_next(pl.program_id(0))
+    program = pl.program_id(0)
     slot, block = program // blocks, program % blocks
     padded = config.padded_rows(batch * rows, config.block_out)
     line = jax.lax.iota(jnp.int32, padded)
