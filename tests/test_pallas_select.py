@@ -6,6 +6,7 @@ a program keeps in registers, at sizes that the interpreter can bear.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -143,10 +144,15 @@ def test_chosen_layouts_hold_a_row_as_far_as_registers_go():
     for span in (1, 24, 129, 8192, 20_000, 65_536):
         config = choose_config(span)
         assert min(span, RESIDENT) <= config.resident <= RESIDENT
-        assert (config.tail > 0) == (span > RESIDENT)
+        assert config.tail == (span > RESIDENT or config.short > 0)
         # 64 keys of 4 bytes a thread are half of its registers at 512 threads.
         assert config.groups * 4 <= 64
         assert config.num_warps <= 16
+    # A table of 16,384 holds, as a rule, little more than the 8,192 that were too few.
+    config = choose_config(16_384)
+    short = dataclasses.replace(config, groups=config.short)
+    assert 8192 + 512 < short.reach < config.resident == 16_384
+    assert choose_config(8192).short == 0
 
 
 @pytest.mark.parametrize(

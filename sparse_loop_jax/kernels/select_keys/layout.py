@@ -9,7 +9,7 @@ GROUP = 128  # scores of one warp in one group: 32 threads times 4
 RESIDENT = 1 << 15
 # What a row may have beyond them and still need no second reading: a context of a power of
 # two and the tokens that follow it.
-TAIL = 1 << 12
+TAIL = 1 << 11
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,16 @@ class SelectConfig:
 
 
 def choose_config(span: int, num_warps: int | None = None) -> SelectConfig:
-    """A layout for rows of `span` scores; None: as many warps as were good on an H200."""
-    keys = min(span, RESIDENT)
+    """A layout for rows of `span` scores; None: what was good on an H200."""
     if num_warps is None:
-        num_warps = min(max(_power_of_two(keys) // (8 * GROUP), 1), 16)
+        if RESIDENT // 4 < span <= RESIDENT // 2:
+            # A table of a power of two that has just become too narrow: most rows fill half.
+            return SelectConfig(num_warps=8, groups=16, tail=1, short=8)
+        few = 4 if span <= 1 << 11 else 8  # groups; of short rows a step takes mostly exchange
+        num_warps = min(max(_power_of_two(min(span, RESIDENT)) // (few * GROUP), 1), 16)
     return SelectConfig(
         num_warps=num_warps,
-        groups=_power_of_two(-(-keys // (num_warps * GROUP))),
+        groups=_power_of_two(-(-min(span, RESIDENT) // (num_warps * GROUP))),
         tail=0 if span <= RESIDENT else max(TAIL // (num_warps * GROUP), 1),
     )
 
