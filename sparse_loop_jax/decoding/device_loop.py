@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
+from sparse_loop_jax.decoding.compiling import program
 from sparse_loop_jax.decoding.references import add_counters, no_counters
 from sparse_loop_jax.decoding.speculative import speculative_step
 from sparse_loop_jax.decoding.state import DecodeState, RoundCounters
@@ -71,7 +71,7 @@ def empty_buffer(state: DecodeState, capacity: int) -> TokenBuffer:
     )
 
 
-@functools.partial(jax.jit, donate_argnames=("state", "buffer", "retire"))
+@program(donate_argnames=("state", "buffer", "retire"))
 def decode_tokens(
     params: OuroParams,
     state: DecodeState,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 from sparse_loop_jax.decoding import references
 from sparse_loop_jax.decoding.acceptance import accept_greedy, accept_sampled, draft_tokens
+from sparse_loop_jax.decoding.compiling import program
 from sparse_loop_jax.decoding.config import SpeculativeConfig
 from sparse_loop_jax.decoding.loops import Rows, run_loops
 from sparse_loop_jax.decoding.state import DecodeState, RoundOutput
@@ -44,7 +44,7 @@ class RoundHooks:
     accepted: Callable[[Any, Any], Any] | None = None
 
 
-@functools.partial(jax.jit, donate_argnames=("state",), static_argnames=("hooks",))
+@program(donate_argnames=("state",), static_argnames=("hooks",))
 def speculative_step(
     params: OuroParams,
     state: DecodeState,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_loop_jax.decoding import references
+from sparse_loop_jax.decoding.compiling import program
 from sparse_loop_jax.decoding.exits import start_exit_readout
 from sparse_loop_jax.decoding.loops import Rows, run_loops, run_until_left
 from sparse_loop_jax.decoding.sampling import choose_tokens
@@ -92,7 +93,7 @@ def _prefill(params, state, tokens, valid, ends):
     )
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
+@program(donate_argnames=("state",))
 def decode_step(
     params: OuroParams, state: DecodeState, retire: ReferenceLease
 ) -> tuple[DecodeState, RoundOutput]:
