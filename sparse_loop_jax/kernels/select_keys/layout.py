@@ -46,17 +46,20 @@ class SelectConfig:
 
 
 def choose_config(span: int, num_warps: int | None = None) -> SelectConfig:
-    """A layout for rows of `span` scores; None: what was good on an H200."""
+    """A layout for rows of `span` scores; None: as many warps as were good on an H200."""
+    keys = min(span, RESIDENT)
+    # A table that has just become too narrow is doubled: most rows then fill half of it.
+    halved = RESIDENT // 4 < span <= RESIDENT // 2
     if num_warps is None:
-        if RESIDENT // 4 < span <= RESIDENT // 2:
-            # A table of a power of two that has just become too narrow: most rows fill half.
-            return SelectConfig(num_warps=8, groups=16, tail=1, short=8)
-        few = 4 if span <= 1 << 11 else 8  # groups; of short rows a step takes mostly exchange
-        num_warps = min(max(_power_of_two(min(span, RESIDENT)) // (few * GROUP), 1), 16)
+        each = 4 if span <= RESIDENT // 16 else 16 if halved else 8  # groups
+        num_warps = min(max(_power_of_two(keys) // (each * GROUP), 1), 16)
+    groups = _power_of_two(-(-keys // (num_warps * GROUP)))
+    beyond = max(TAIL // (num_warps * GROUP), 1)
     return SelectConfig(
         num_warps=num_warps,
-        groups=_power_of_two(-(-min(span, RESIDENT) // (num_warps * GROUP))),
-        tail=0 if span <= RESIDENT else max(TAIL // (num_warps * GROUP), 1),
+        groups=groups,
+        tail=1 if halved else beyond if span > RESIDENT else 0,
+        short=groups // 2 if halved else 0,
     )
 
 
