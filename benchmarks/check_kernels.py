@@ -33,8 +33,10 @@ class Report:
 
     def __init__(self):
         self.failed: list[str] = []
+        self.count = 0
 
     def __call__(self, name: str, passed, detail: str = "") -> None:
+        self.count += 1
         print(f"{'ok' if passed else 'FAILED':7s} {name}  {detail}", flush=True)
         if not passed:
             self.failed.append(name)
