@@ -2,16 +2,25 @@
 
     python benchmarks/gold_on_device.py [pallas|xla|triton ...]
 
-Prints a line a run and fails if any differs. "triton" is a name of the sparse ops alone: it
-leaves out the dense runs, and dense attention is as without a name. Matrix products run at
-the highest precision, since the golden runs are float32. Then two rounds are submitted under
-a guard that forbids reads from the device (which guards nothing on the CPU).
+Prints a line a run, a count for each implementation, and fails if any differs. "triton" is a
+name of the sparse ops alone: it leaves out the dense runs, and dense attention is as without a
+name. Matrix products run at the highest precision, since the golden runs are float32. Two
+rounds are also submitted under a guard that forbids reads from the device (which guards
+nothing on the CPU).
+
+Nearly all of the time is compilation, so runs go through a few threads.
 """
 
 from __future__ import annotations
 
+import collections
+import os
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,81 +30,115 @@ from sparse_loop_jax.decoding import RoundDriver
 from sparse_loop_jax.kernels import paged_attention
 
 GOLD = Path(__file__).parent.parent / "tests" / "gold"
+NAMES = ("mha", "gqa")
+RETENTIONS = (None, 1, 0.5, 0.25, 0.1, 0.02)
+THREADS = min(8, os.cpu_count() or 1)
+
+# Tokens drafted in a round and loops that draft. Programs of two retentions differ by how many
+# keys they keep and no more, so that drafts run dense and at one of them.
+DRAFTS = (None, (3, 2), (3, 1))
+DRAFTED_RETENTIONS = (None, 0.1)
 
 
-def main(implementations: list[str]) -> int:
+class Run(NamedTuple):
+    """One comparison."""
+
+    name: str
+    implementation: str | None
+    retention: float | None
+    draft: tuple[int, int] | None
+
+    @property
+    def names_sparse_ops_alone(self) -> bool:
+        return self.implementation not in (None, *paged_attention.implementations)
+
+
+def main(implementations: Sequence[str | None]) -> int:
     jax.config.update("jax_default_matmul_precision", "highest")
-    wrong = 0
-    for name in ("mha", "gqa"):
-        model = slj.load(GOLD / name)
-        dense = np.load(GOLD / f"{name}_dense.npz")
-        prompts = [dense["p0_input_ids"].tolist(), dense["p1_input_ids"].tolist()]
-        for implementation in implementations or [None]:
-            sparse_alone = implementation not in (None, *paged_attention.implementations)
-            for retention in (None, 1, 0.5, 0.25, 0.1, 0.02):
-                if sparse_alone and retention in (None, 1):
-                    continue
-                want = _golden_tokens(name, dense, retention)
-                for speculative in (
-                    None,
-                    slj.SpeculativeConfig(3, 2),
-                    slj.SpeculativeConfig(3, 1),
-                ):
-                    sparse = None
-                    if retention is not None:
-                        sparse = slj.SparseDecodeConfig(
-                            key_retention=retention, implementation=implementation
-                        )
-                    out = slj.generate(
-                        model,
-                        prompts,
-                        max_new_tokens=32,
-                        eos_token_id=[],
-                        sparse=sparse,
-                        speculative=speculative,
-                        implementation=None if sparse_alone else implementation,
-                        progress=False,
-                    )
-                    same = out.token_ids == want
-                    wrong += not same
-                    drafted = speculative and speculative.draft_loops
-                    print(
-                        f"{name} implementation={implementation} retention={retention} "
-                        f"draft_loops={drafted} {'equal' if same else 'DIFFERENT'} "
-                        f"captured={out.stats.captured_rows} {out.stats.implementations}",
-                        flush=True,
-                    )
-    print(f"{wrong} runs differ from the golden tokens")
-    submit_under_guard()
+    start = time.perf_counter()
+    models = {name: slj.load(GOLD / name) for name in NAMES}
+    totals, equal = collections.Counter(), collections.Counter()
+    with ThreadPoolExecutor(THREADS) as pool:
+        guarded = [
+            pool.submit(submit_under_guard, models["mha"], draft) for draft in (None, (3, 2))
+        ]
+        runs = list(cases(implementations or [None]))
+        for run, (same, line) in zip(
+            runs, pool.map(lambda r: check(models, r), runs), strict=True
+        ):
+            totals[run.implementation] += 1
+            equal[run.implementation] += same
+            print(line, flush=True)
+        for future in guarded:
+            print(future.result(), flush=True)
+    for implementation, total in totals.items():
+        print(f"implementation={implementation}: {equal[implementation]} of {total} equal")
+    wrong = totals.total() - equal.total()
+    print(f"{wrong} runs differ from the golden tokens; {time.perf_counter() - start:.0f} s")
     return 1 if wrong else 0
 
 
-def submit_under_guard() -> None:
-    """Submits two rounds with reads forbidden, then reads them: sparse, then both."""
-    model = slj.load(GOLD / "mha")
-    prompts = [list(range(1, 30)), list(range(5, 60))]
-    for speculative in (None, slj.SpeculativeConfig(3, 2)):
-        params, state, _ = slj.start(
-            model,
-            prompts,
-            max_new_tokens=32,
-            eos_token_id=[],
-            outstanding_rounds=2,
-            sparse=slj.SparseDecodeConfig(key_retention=0.1),
-            speculative=speculative,
+def cases(implementations: Sequence[str | None]) -> Iterator[Run]:
+    """The runs, in the order in which they are printed."""
+    for name in NAMES:
+        for implementation in implementations:
+            for retention in RETENTIONS:
+                for draft in DRAFTS if retention in DRAFTED_RETENTIONS else (None,):
+                    run = Run(name, implementation, retention, draft)
+                    if not (run.names_sparse_ops_alone and retention in (None, 1)):
+                        yield run
+
+
+def check(models: dict[str, slj.Ouro], run: Run) -> tuple[bool, str]:
+    """Whether the tokens are the golden ones, and a line that says so."""
+    dense = np.load(GOLD / f"{run.name}_dense.npz")
+    sparse = None
+    if run.retention is not None:
+        sparse = slj.SparseDecodeConfig(
+            key_retention=run.retention, implementation=run.implementation
         )
-        with RoundDriver(params, state) as driver:
-            with jax.transfer_guard_device_to_host("disallow"):
-                driver.submit()
-                driver.submit()
-            counts = [driver.collect().count.tolist() for _ in range(2)]
-        print(f"two rounds ({speculative}) submitted with reads forbidden; emitted {counts}")
+    out = slj.generate(
+        models[run.name],
+        [dense["p0_input_ids"].tolist(), dense["p1_input_ids"].tolist()],
+        max_new_tokens=32,
+        eos_token_id=[],
+        sparse=sparse,
+        speculative=run.draft and slj.SpeculativeConfig(*run.draft),
+        implementation=None if run.names_sparse_ops_alone else run.implementation,
+        progress=False,
+    )
+    same = out.token_ids == _golden_tokens(run, dense)
+    line = (
+        f"{run.name} implementation={run.implementation} retention={run.retention} "
+        f"draft={run.draft} {'equal' if same else 'DIFFERENT'} "
+        f"captured={out.stats.captured_rows} {out.stats.implementations}"
+    )
+    return same, line
 
 
-def _golden_tokens(name: str, dense, retention: float | None) -> list[list[int]]:
-    if retention is None:
+def submit_under_guard(model: slj.Ouro, draft: tuple[int, int] | None) -> str:
+    """Submits two sparse rounds with reads forbidden, then reads them."""
+    params, state, _ = slj.start(
+        model,
+        [list(range(1, 30)), list(range(5, 60))],
+        max_new_tokens=32,
+        eos_token_id=[],
+        outstanding_rounds=2,
+        sparse=slj.SparseDecodeConfig(key_retention=0.1),
+        speculative=draft and slj.SpeculativeConfig(*draft),
+    )
+    with RoundDriver(params, state) as driver:
+        with jax.transfer_guard_device_to_host("disallow"):
+            driver.submit()
+            driver.submit()
+        counts = [driver.collect().count.tolist() for _ in range(2)]
+    return f"two rounds (draft={draft}) submitted with reads forbidden; emitted {counts}"
+
+
+def _golden_tokens(run: Run, dense) -> list[list[int]]:
+    if run.retention is None:
         return [dense[f"{p}_gen_tokens"].tolist() for p in ("p0", "p1")]
-    sparse = np.load(GOLD / f"{name}_sparse_r{retention:g}.npz")
+    sparse = np.load(GOLD / f"{run.name}_sparse_r{run.retention:g}.npz")
     return [sparse[f"{p}_tokens"].tolist() for p in ("p0", "p1")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 import sparse_loop_jax as slj
 from sparse_loop_jax.generation import buckets
+from sparse_loop_jax.generation.compilation import count_compilations
 from sparse_loop_jax.generation.options import Options
 
 generate_module = importlib.import_module("sparse_loop_jax.generation.generate")
@@ -142,6 +144,19 @@ def test_the_programs_of_a_call_are_counted(model):
     out = slj.generate(model, [[1, 2, 3]], max_new_tokens=3, page_size=32)
     assert out.stats.compilations >= 2  # the prefill and the loop at least
     assert out.stats.compile_seconds > 0
+
+
+def test_what_another_thread_compiles_is_not_counted():
+    def compile_one():
+        jax.jit(lambda x: x * 3 + 1)(jnp.zeros(5)).block_until_ready()
+
+    with count_compilations() as outer:
+        other = threading.Thread(target=compile_one)
+        other.start()
+        other.join()
+        assert outer.programs == 0
+        compile_one()
+    assert outer.programs >= 1
 
 
 def test_every_stop_token_stops(gold):

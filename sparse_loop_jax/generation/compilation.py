@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 
@@ -23,11 +24,14 @@ class Compilations:
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[Compilations]:
-    """Counts compiled programs in this process through JAX's own events."""
-    counted = Compilations()
+    """Counts programs that this thread compiles through JAX's own events.
+
+    What other threads compile meanwhile is not counted: it is no part of this one's time.
+    """
+    counted, thread = Compilations(), threading.get_ident()
 
     def listen(event: str, duration_secs: float, **_: object):
-        if event == _COMPILE_EVENT:
+        if event == _COMPILE_EVENT and threading.get_ident() == thread:
             counted.programs += 1
             counted.seconds += duration_secs
 
