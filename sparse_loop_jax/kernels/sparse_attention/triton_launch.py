@@ -84,7 +84,7 @@ def sparse_attention_triton(
             kernels.attend_kernel, *paged, mass, base,
             grid=grid, out_shape=out, name="sparse_attention", **launch, **walk,
         )  # fmt: skip
-    stats = jax.ShapeDtypeStruct((batch, rows, heads, config.splits), jnp.float32)
+    stats = jax.ShapeDtypeStruct((batch, width, heads, config.splits), jnp.float32)
     acc = jax.ShapeDtypeStruct((*stats.shape, dim), jnp.float32)
     pieces = triton_call.call(
         kernels.attend_piece_kernel, *paged,
