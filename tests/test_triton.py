@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import pytest
 
 from sparse_loop_jax.bench.attention_ops import Options
 from sparse_loop_jax.kernels import pallas_triton, registry, triton_call
-from sparse_loop_jax.kernels.capture_attention import capture_attention
+from sparse_loop_jax.kernels.capture_attention import capture_attention, capture_into
 from sparse_loop_jax.kernels.select_keys import select_keys
 from sparse_loop_jax.kernels.select_keys.layout import SelectConfig
 from sparse_loop_jax.kernels.sparse_attention import sparse_attention
@@ -80,6 +81,41 @@ def test_asked_for_by_name_it_says_what_is_missing(door, monkeypatch, op):
     message = r"jax_triton cannot be imported .*: pip install -e '\.\[triton\]'"
     with door.compiling_for(90), pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(function, *args)
+
+
+@pytest.mark.parametrize("op", [*op_calls(), "sparse_attention, slots", "capture_into"])
+def test_launches_give_the_shapes_of_the_reference(monkeypatch, op):
+    """Without Triton: what is launched in pieces is asked for and put together alike."""
+    for name in ("select_keys", "capture_attention", "sparse_attention"):
+        kernels = f"sparse_loop_jax.kernels.{name}.triton_kernel"
+        monkeypatch.setitem(sys.modules, kernels, mock.MagicMock())
+    launched = []
+
+    def call(kernel, *args, out_shape, name, **options):
+        launched.append(name)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+
+    monkeypatch.setattr(triton_call, "require", lambda: None)
+    monkeypatch.setattr(triton_call, "call", call)
+    calls = op_calls(batch=2, rows=3)
+    each, stored = array(2, 3, dtype="int32"), calls["sparse_attention"][1][4:]
+    positions, _, mass, base = (array(9, *x.shape[2:], dtype=x.dtype) for x in stored)
+    if op == "capture_into":
+        args = *calls["capture_attention"][1], each, positions, mass, base
+        function = functools.partial(
+            capture_into, dense_implementation="xla", implementation="triton"
+        )
+    elif op == "sparse_attention, slots":
+        function, args = calls["sparse_attention"]
+        args = *args[:4], positions, each, mass, base, each
+
+        def function(*args, op=function, **options):
+            return op(*args[:-1], rows=args[-1], **options)
+    else:
+        function, args = calls[op]
+    got = jax.eval_shape(function, *args)
+    assert launched
+    assert got == jax.eval_shape(functools.partial(function, implementation="xla"), *args)
 
 
 def test_interpreting_needs_triton_alone(door, monkeypatch):
