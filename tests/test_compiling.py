@@ -88,6 +88,8 @@ def test_options_reach_the_compiler_of_whole_sparse_programs_alone(monkeypatch, 
         add(1, _state(sparse=True))
     with told:
         add.lower(1, state=_state(sparse=True)).compile()
+    with told:
+        add.trace(1, _state(sparse=True)).lower().compile()
     add.lower(1, _state(sparse=False)).compile()
     assert jax.jit(lambda s: add(1, s))(_state(sparse=True)).token == 2
 

@@ -58,6 +58,10 @@ class Program(Generic[_P, _R]):
         """As of `jax.jit`: the program that a call would run."""
         return self._chosen(args, kwargs).lower(*args, **kwargs)
 
+    def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> jax.stages.Traced:
+        """As of `jax.jit`: the same before it is lowered."""
+        return self._chosen(args, kwargs).trace(*args, **kwargs)
+
     def _chosen(self, args: tuple, kwargs: dict) -> Any:
         state = kwargs["state"] if "state" in kwargs else args[1]
         if isinstance(state.token, Tracer) or not options_for(state):
