@@ -12,7 +12,9 @@ once; here both go leaf by leaf.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,12 +147,12 @@ def write_orbax(directory: Path, source: Source, dtype: np.dtype) -> None:
     import orbax.checkpoint as ocp
 
     tree: dict[str, Any] = {}
-    for name in leaf_shapes(source.config):
+    for name, shape in leaf_shapes(source.config).items():
         *parents, last = name.split(".")
         node = tree
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = _PendingLeaf(source, name, dtype)
+        node[last] = _PendingLeaf(source, name, dtype, math.prod(shape))
     registry = ocp.type_handlers.create_type_handler_registry(
         (_PendingLeaf, _streaming_handler()),
         # Orbax wants to know how it would write these, although there are none.
@@ -175,6 +177,7 @@ class _PendingLeaf:
     source: Source
     name: str
     dtype: np.dtype
+    size: int  # older releases of Orbax add up what there is to write
 
     def read(self) -> np.ndarray:
         return self.source.read(self.name, self.dtype)
@@ -184,10 +187,14 @@ def _streaming_handler() -> ocp.type_handlers.TypeHandler:
     """Writes `_PendingLeaf`s as NumPy arrays, each read only when it is its turn."""
     import orbax.checkpoint as ocp
 
-    class StreamingHandler(ocp.type_handlers.NumpyHandler):
-        def __init__(self):
-            super().__init__(deepcopy_host_arrays=False)
+    base = ocp.type_handlers.NumpyHandler
+    # An array that was read for this alone need not be copied; older releases do anyway.
+    named = inspect.signature(base).parameters
+    options: dict[str, Any] = {}
+    if "deepcopy_host_arrays" in named:
+        options["deepcopy_host_arrays"] = False
 
+    class StreamingHandler(base):
         async def serialize(self, values: Any, infos: Any, args: Any = None):
             args = args or [ocp.SaveArgs()] * len(values)
             for value, info, arg in zip(values, infos, args, strict=True):
@@ -195,4 +202,4 @@ def _streaming_handler() -> ocp.type_handlers.TypeHandler:
                     future.result()
             return []
 
-    return StreamingHandler()
+    return StreamingHandler(**options)
