@@ -200,7 +200,7 @@ def test_one_command_draws_them_all(result, tmp_path):
 
 
 def test_progress_counts_parts_and_is_silent_off_a_terminal(capsys):
-    with Steps(3, enabled=True) as steps:
+    with Steps(3, shown=True) as steps:
         steps.begin("text, dense")
         steps.done()
         (task,) = steps._bar.tasks

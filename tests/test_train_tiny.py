@@ -9,6 +9,7 @@ import math
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,6 @@ from examples.train_tiny import (
     state,
     train,
 )
-from sparse_loop_jax.checkpoint import load_orbax
 from sparse_loop_jax.evaluate import read_questions
 from sparse_loop_jax.models import OuroConfig
 from sparse_loop_jax.models.forward import exit_probabilities, forward_params
@@ -106,8 +106,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(corpus, run, tmp_path, mon
         assert commands < 9
         assert 0 < log_of(out, "paused")[-1]["step"] < STEPS
     assert commands > 0
-    _, whole = load_orbax(run / "model")
-    _, parts = load_orbax(out / "model")
+    whole, parts = (export.trained(folder, corpus).params for folder in (run, out))
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
     # The last checkpoint alone is kept.
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
@@ -136,7 +135,7 @@ def test_muon_levels_the_singular_values_of_matrices_alone(small):
         lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
     )
 
-    def first_step(rule):
+    def first_step(rule) -> Any:
         transform = state.make_optimizer(params, rule)
         still = jax.tree.map(jnp.zeros_like, params)  # nothing to decay
         return transform.update(gradient, transform.init(params), still)[0]
@@ -345,7 +344,7 @@ def test_the_plan_prints_every_stage(corpus, tmp_path, capsys):
 
 
 def test_the_export_is_the_run_s_weights_in_bfloat16(exported, run, corpus):
-    _, masters = load_orbax(run / "model")
+    masters = export.trained(run, corpus).params
     model = slj.load(exported)
     rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), masters)
     jax.tree.map(np.testing.assert_array_equal, model.params, rounded)

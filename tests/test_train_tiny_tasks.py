@@ -199,9 +199,8 @@ def test_spread_uses_all_of_the_prose():
 
 def batch(words, texts, **changes):
     options = {"seed": 0, "step": 5, "rows": 24, "length": 256, "loops": 4, "hops": 8}
-    options |= {"synthetic": 0.7}
     mixture = batches.Mixture(answer_weight=6.0, paper_weight=0.3)
-    return batches.make_batch(texts, words, mixture, **(options | changes))
+    return batches.make_batch(texts, words, mixture, synthetic=0.7, **(options | changes))
 
 
 def test_a_batch_is_a_function_of_its_step(words, texts):

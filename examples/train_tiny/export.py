@@ -1,4 +1,4 @@
-"""Writes the trained model as a Hugging Face checkpoint with its task files.
+"""Writes a run's newest weights as a Hugging Face checkpoint with its task files.
 
 python -m examples.train_tiny.export --run out/run --corpus out/corpus --out out/tiny-ouro
 """
@@ -6,6 +6,7 @@ python -m examples.train_tiny.export --run out/run --corpus out/corpus --out out
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from collections.abc import Sequence
 from importlib.resources import as_file
@@ -13,14 +14,15 @@ from pathlib import Path
 
 import jax
 
-import sparse_loop_jax as slj
 from sparse_loop_jax.checkpoint import save_huggingface
 from sparse_loop_jax.data import tiny_ouro
 from sparse_loop_jax.models import Ouro
 
 from . import corpus as corpora
 from .corpus import Corpus
+from .options import config_of
 from .questions import draw_hops, draw_recall, write_questions
+from .state import restore
 
 LIMIT = 13 * 2**20  # bytes of bfloat16 weights: what a wheel can carry
 SEED = 2**31 + 2  # of the task files' questions
@@ -61,6 +63,22 @@ def export(
     return rounded
 
 
+def trained(run: Path, corpus: Corpus) -> Ouro:
+    """The model of a run's newest checkpoint, float32; of a run that is not done as well.
+
+    Raises:
+      ValueError: the run has no checkpoint.
+    """
+    path = run / "settings.json"
+    if not path.is_file():
+        raise ValueError(f"{run} has no run in it: name the --out of a training")
+    settings = json.loads(path.read_text("utf-8"))
+    config = config_of(settings)
+    model = Ouro(config, params=restore(run / "checkpoints", config, settings).params)
+    model.tokenizer = corpus.lexicon.tokenizer
+    return model
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="export", description="Writes a checkpoint")
     parser.add_argument("--run", type=Path, default=Path("out/run"))
@@ -69,9 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--count", type=int, default=16)
     args = parser.parse_args(argv)
+    corpus = corpora.read(args.corpus)
     export(
-        slj.load(args.run / "model"),
-        corpora.read(args.corpus),
+        trained(args.run, corpus),
+        corpus,
         args.out,
         lengths=[int(n) for n in args.lengths.split(",")],
         count=args.count,

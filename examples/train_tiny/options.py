@@ -6,8 +6,11 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from sparse_loop_jax.models import OuroConfig
+
 from .batches import Mixture
 from .corpus import Corpus
+from .lexicon import END
 from .network import default_attention
 from .objective import Objective
 from .schedule import STAGES, Schedule, Stage, parse_stages
@@ -110,6 +113,11 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
         "optimizer": args.optimizer,
         "seed": args.seed,
     }
+
+
+def config_of(settings: dict) -> OuroConfig:
+    """The model of a run's settings."""
+    return OuroConfig(**settings["model"], eos_token_ids=(END,))
 
 
 def schedule_of(settings: dict) -> Schedule:

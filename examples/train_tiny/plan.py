@@ -18,7 +18,7 @@ from sparse_loop_jax.models.params import param_shapes
 
 from . import corpus as corpora
 from .objective import Batch, Objective
-from .options import add_options, schedule_of, settings_of
+from .options import add_options, config_of, schedule_of, settings_of
 from .state import make_optimizer
 from .train import train_step
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-memory", action="store_true", help="compile nothing")
     args = parser.parse_args(argv)
     settings = settings_of(args, corpora.read(args.corpus))
-    config = OuroConfig(**settings["model"], eos_token_ids=(0,))
+    config = config_of(settings)
     objective = Objective(**settings["objective"])
     print(f"{config.num_parameters:,} parameters, {2 * config.num_parameters / 2**20:.1f} MiB")
     for stage in schedule_of(settings).stages:

@@ -4,8 +4,8 @@
         --command-minutes 9
     python -m examples.train_tiny.train ... --resume      # until it says that it is done
 
-Everything is written below --out: `log.jsonl`, `settings.json`, checkpoints, and at the end
-the float32 weights as a native checkpoint in `model`.
+Everything is written below --out: `log.jsonl`, `settings.json`, and the newest checkpoint.
+`export` makes a model of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparse_loop_jax.checkpoint import save_orbax
-from sparse_loop_jax.models import Ouro, OuroConfig
+from sparse_loop_jax.models import OuroConfig
 
 from . import corpus as corpora
 from .batches import Mixture, make_batch
 from .network import initial_params
 from .objective import Batch, Objective, loss_and_metrics
-from .options import add_options, schedule_of, settings_of
+from .options import add_options, config_of, schedule_of, settings_of
 from .schedule import Schedule
 from .scoring import quick_look, rounded_list
 from .state import TrainState, make_optimizer, restore, save
@@ -212,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     args = parser.parse_args(argv)
     corpus = corpora.read(args.corpus)
     settings = settings_of(args, corpus)
-    config = OuroConfig(**settings["model"], eos_token_ids=(0,))
+    config = config_of(settings)
     objective = Objective(**settings["objective"])
     schedule = schedule_of(settings)
     state = start_or_resume(args, settings, config)
@@ -249,10 +247,6 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if done or out_of_time():
             break
     if done:
-        shutil.rmtree(args.out / "model", ignore_errors=True)
-        model = Ouro(config, params=state.params)
-        model.tokenizer = corpus.lexicon.tokenizer
-        save_orbax(model, args.out / "model")
         log("done", step=state.step, seconds=round(state.seconds, 1), tokens=state.tokens)
     else:
         log("paused", step=state.step, progress=schedule.progress(state.step, state.seconds))
