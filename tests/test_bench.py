@@ -71,7 +71,7 @@ def test_a_sparse_run_that_ran_dense_is_no_result():
             {"ms/step", "of roofline", "vs dense"},
         ),
         (["speculative", "--steps", "2"], {"ms/round", "vs plain", "draft loops"}),
-        (["prefill"], {"seconds", "TFLOP/s"}),
+        (["prefill"], {"seconds", "TFLOP/s", "attention ms", "attention vs torch"}),
     ],
 )
 def test_the_commands_print_a_table_and_write_json(arguments, columns, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The peer of a decode step and of its attention: what one gets from plain PyTorch.
+"""The peer of decode steps and of attention: what one gets from plain PyTorch.
 
 A step has fused projections, scaled-dot-product attention over a contiguous cache,
 `torch.compile` of the layer, and is one CUDA graph as a whole. Attention alone is a graph of
@@ -62,6 +62,23 @@ def attention_seconds(
     return _ask(request, cases, timeout)
 
 
+def prefill_seconds(
+    workload: AttentionWorkload, cases: list[tuple[int, int]], timeout: float = 120
+) -> dict[tuple[int, int], float] | None:
+    """Seconds of causal scaled-dot-product attention of whole prompts, (batch, tokens).
+
+    Heads and dtype are those of `workload`. Otherwise as `peer_seconds`.
+    """
+    request = {
+        "prefill": True,
+        "heads": workload.heads,
+        "kv_heads": workload.kv_heads,
+        "dim": workload.head_dim,
+        "dtype": workload.dtype,
+    }
+    return _ask(request, cases, timeout)
+
+
 def _ask(
     request: dict[str, Any], cases: list[tuple[int, int]], timeout: float
 ) -> dict[tuple[int, int], float] | None:
@@ -92,7 +109,9 @@ def _main(request: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("torch has no CUDA device")
     torch.manual_seed(0)
-    model = (_Attention if request.get("attention") else _Model)(torch, request)
+    kinds = {"attention": _Attention, "prefill": _Prefill}
+    made = next((kind for name, kind in kinds.items() if request.get(name)), _Model)
+    model = made(torch, request)
     results = {}
     for batch, context in request["cases"]:
         try:
@@ -128,6 +147,31 @@ class _Attention:
             replay = _graph(torch, calls)
             guess = sets * turns * (nbytes / 3e12 + 10e-6)
             return _median(torch, replay, max(int(0.03 / guess), 1), repeats) / (sets * turns)
+
+
+class _Prefill:
+    def __init__(self, torch, r: dict[str, Any]):
+        self.torch, self.r = torch, r
+
+    def seconds(self, batch: int, tokens: int, repeats: int = 5, calls: int = 8) -> float:
+        """Median seconds of a call, of graphs of `calls` calls."""
+        torch, r = self.torch, self.r
+        options = {"device": "cuda", "dtype": getattr(torch, r["dtype"])}
+        q = torch.randn((batch, r["heads"], tokens, r["dim"]), **options)
+        k, v = (
+            torch.randn((batch, r["kv_heads"], tokens, r["dim"]), **options) for _ in range(2)
+        )
+        gqa = {"enable_gqa": True} if r["kv_heads"] != r["heads"] else {}
+
+        def step():
+            out = q
+            for _ in range(calls):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    out, k, v, is_causal=True, **gqa
+                )
+
+        with torch.inference_mode():
+            return _median(torch, _graph(torch, step), 1, repeats) / calls
 
 
 def _graph(torch, step):

@@ -111,9 +111,11 @@ def _speculative(args, config, cases, retentions):
 
 
 def _prefill(args, config, cases, _retentions):
-    from sparse_loop_jax.bench import prefill
+    from sparse_loop_jax.bench import prefill, torch_peer
 
-    return prefill.bench_prefill(config, cases, **_options(args))
+    workload = _workloads(args, config, cases)[0]
+    peer = None if args.no_peer else torch_peer.prefill_seconds(workload, cases)
+    return prefill.bench_prefill(config, cases, peer=peer, **_options(args))
 
 
 def _attention(args, config, cases, retentions):

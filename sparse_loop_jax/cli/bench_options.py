@@ -61,7 +61,7 @@ OPTIONS = (
         "--implementation", (*_OPS, "serve"), None,
         'of the ops: "xla" or "pallas"; attention: or "triton"',
     ),
-    _Option("--no-peer", ("attention", "decode"), False, "leave PyTorch out", _FLAG),
+    _Option("--no-peer", ("attention", "decode", "prefill"), False, "leave PyTorch out", _FLAG),
     _Option(
         "--device-file", ("break-even", "tune"), None, "default: DEVICE.json",
         {"metavar": "FILE"},
