@@ -3,7 +3,8 @@
     python benchmarks/check_kernels.py            # a CUDA device; minutes
     python benchmarks/check_kernels.py --small    # anywhere, interpreted: does the script run
 
-Prints a line per case and ends with status 1 if any failed. What it covers that the tests on
+Prints a line per case and one that counts them, and ends with status 1 if any failed or was
+left out for want of time. What it covers that the tests on
 the CPU cannot: the compiled kernels, long contexts, pools of more than 2^31 elements, and
 bits that must not depend on the rest of a batch.
 """
@@ -12,20 +13,37 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparse_loop_jax.kernels import matvec, paged_attention
+from sparse_loop_jax.kernels.matvec.pallas import FEW_ROWS, MAX_ROWS
 from sparse_loop_jax.kernels.project_qkv import project_qkv
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 256, 513, 1023, 8191, 32768)
 # Largest norm of the error over the norm of the reference, of any row and head.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 6e-3}
 PAGE = 16
+THREADS = 3  # they compile side by side; more would not fit the memory of a device
+# Queries of a group, head size, dtype and rows of a request: every two of these somewhere.
+SHAPES = (
+    (1, 128, "bfloat16", 1),
+    (1, 128, "bfloat16", 4),
+    (1, 64, "float32", 4),
+    (4, 64, "bfloat16", 1),
+    (4, 64, "float32", 4),
+    (4, 128, "bfloat16", 4),
+    (8, 128, "float32", 1),
+    (8, 64, "bfloat16", 4),
+)
 
 
 class Report:
@@ -126,30 +144,28 @@ def attend(case: Case):
     return paged_attention(*case.args, implementation="pallas")
 
 
-def check_attention(report: Report, small: bool) -> None:
+def check_attention(
+    group: int, dim: int, dtype: str, rows: int, report: Report, small: bool
+) -> None:
     lengths = [n for n in LENGTHS if n < 100] if small else list(LENGTHS)
     ragged = np.array([0, *lengths])[:, None]
-    shapes = itertools.product((1, 4, 8), (64, 128), ("float32", "bfloat16"), (1, 4))
-    for group, dim, dtype, rows in shapes:
-        if small and (group, dim) != (4, 64):
-            continue
-        name = f"attention group {group} dim {dim} {dtype} {rows} rows"
-        length = np.maximum(ragged - np.arange(rows)[::-1], 0)
-        case = make_case(length, 16, 16 // group, dim, dtype)
-        q, *_, device_lengths = case.args
-        want = oracle(q, case.k, case.v, device_lengths)
-        out = attend(case)
-        gap = error(out, want)
-        report(name, gap < TOLERANCE[dtype], f"error {gap:.1e}")
-        report(f"{name}: repeats", np.array_equal(attend(case), out))
-        wrong = {
-            "zeros": jnp.zeros_like(out),
-            "length off by one": attend(case.with_lengths(device_lengths - 1)),
-            "a neighbour's request": jnp.roll(out, 1, axis=0),
-        }
-        missed = [key for key, value in wrong.items() if error(value, want) < TOLERANCE[dtype]]
-        report(f"{name}: mutations", not missed, ", ".join(missed))
-        check_independence(report, name, case, out, want, dtype)
+    name = f"attention group {group} dim {dim} {dtype} {rows} rows"
+    length = np.maximum(ragged - np.arange(rows)[::-1], 0)
+    case = make_case(length, 16, 16 // group, dim, dtype)
+    q, *_, device_lengths = case.args
+    want = oracle(q, case.k, case.v, device_lengths)
+    out = attend(case)
+    gap = error(out, want)
+    report(name, gap < TOLERANCE[dtype], f"error {gap:.1e}")
+    report(f"{name}: repeats", np.array_equal(attend(case), out))
+    wrong = {
+        "zeros": jnp.zeros_like(out),
+        "length off by one": attend(case.with_lengths(device_lengths - 1)),
+        "a neighbour's request": jnp.roll(out, 1, axis=0),
+    }
+    missed = [key for key, value in wrong.items() if error(value, want) < TOLERANCE[dtype]]
+    report(f"{name}: mutations", not missed, ", ".join(missed))
+    check_independence(report, name, case, out, want, dtype)
 
 
 def check_independence(report: Report, name: str, case: Case, out, want, dtype: str) -> None:
@@ -195,94 +211,127 @@ def check_prefill(report: Report, small: bool) -> None:
         report(name, gap < TOLERANCE[dtype], f"error {gap:.1e}")
 
 
-def check_products(report: Report, small: bool) -> None:
+def check_product(name: str, report: Report, small: bool) -> None:
+    """One of the products: its error, its repeats, and rows among others and without them."""
     hidden, inner = (128, 256) if small else (2048, 5632)
-    keys = iter(jax.random.split(jax.random.key(1), 20))
+    outputs, inputs = {
+        "linear": (3 * hidden, hidden),
+        "gated_linear": (2 * inner, hidden),
+        "linear_add_norm": (hidden, inner),
+    }[name]
+    keys = iter(jax.random.split(jax.random.key(1), 5))
 
     def draw(*shape, scale=1.0):
         return (jax.random.normal(next(keys), shape) * scale).astype(jnp.bfloat16)
 
-    weights = {
-        "linear": draw(3 * hidden, hidden, scale=hidden**-0.5),
-        "gated_linear": draw(2 * inner, hidden, scale=hidden**-0.5),
-        "linear_add_norm": draw(hidden, inner, scale=inner**-0.5),
-    }
-    ending = (draw(32, hidden), 1 + draw(hidden, scale=0.1), 1 + draw(hidden, scale=0.1))
-    rows = {name: draw(32, w.shape[1]) for name, w in weights.items()}
+    weight, x = draw(outputs, inputs, scale=inputs**-0.5), draw(MAX_ROWS, inputs)
+    residual = draw(MAX_ROWS, hidden)
+    gains = 1 + draw(hidden, scale=0.1), 1 + draw(hidden, scale=0.1)
 
-    def run(name: str, count: int, implementation: str, dtype) -> list:
-        args = [rows[name][:count], weights[name]]
-        options = {}
+    def run(pick, implementation: str = "pallas", dtype=jnp.bfloat16) -> list[np.ndarray]:
+        args, options = [x[pick], weight], {}
         if name == "linear_add_norm":
-            args += [ending[0][:count], *ending[1:]]
+            args += [residual[pick], *gains]
             options["eps"] = 1e-6
-        args = [x.astype(dtype) for x in args]
+        args = [a.astype(dtype) for a in args]
         op = getattr(matvec, name)
         with jax.default_matmul_precision("highest"):
-            return jax.tree.leaves(op(*args, implementation=implementation, **options))
+            out = jax.tree.leaves(op(*args, implementation=implementation, **options))
+        return [np.asarray(a.astype(jnp.float32)) for a in out]
 
-    for name in weights:
-        full = run(name, 32, "pallas", jnp.bfloat16)
-        want = run(name, 32, "xla", jnp.float32)
-        gap = max(error(a, b) for a, b in zip(full, want, strict=True))
-        report(f"{name}, 32 rows", gap < 2 * TOLERANCE["bfloat16"], f"error {gap:.1e}")
-        for count in (1, 2, 3, 7, 8, 9, 16, 31):
-            few = run(name, count, "pallas", jnp.bfloat16)
-            same = all(np.array_equal(a, b[:count]) for a, b in zip(few, full, strict=True))
-            report(f"{name}, {count} rows: the bits of 32", same)
+    def equal(out, want) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(out, want, strict=True))
+
+    want = run(slice(None), "xla", jnp.float32)
+    # A configuration serves any number of rows up to the last of each of these.
+    for counts in ((1, 2, 8, 9, 31, FEW_ROWS), (33, 64, MAX_ROWS)):
+        full = run(slice(counts[-1]))
+        for count in counts:
+            out = run(slice(count))
+            gap = max(error(a, b[:count]) for a, b in zip(out, want, strict=True))
+            report(f"{name}, {count} rows", gap < 2 * TOLERANCE["bfloat16"], f"error {gap:.1e}")
+            same = equal(out, [a[:count] for a in full])
+            how = "repeats" if count == counts[-1] else f"the bits of {counts[-1]}"
+            report(f"{name}, {count} rows: {how}", same)
+        turned = run(slice(counts[-1] - 1, None, -1))
+        report(f"{name}, {counts[-1]} rows reversed", equal(turned, [a[::-1] for a in full]))
+        if counts[0] == 1:
+            alone = run(slice(17, 18))
+            report(f"{name}, row 17 alone", equal(alone, [a[17:18] for a in full]))
 
 
 def check_projection(report: Report, small: bool) -> None:
-    hidden, heads, dim, pages = (128, 4, 64, 9) if small else (2048, 16, 128, 300_000)
+    hidden, heads, dim, pages = (128, 4, 64, 150) if small else (2048, 16, 128, 300_000)
     keys = jax.random.split(jax.random.key(2), 4)
     weight = (jax.random.normal(keys[0], (3 * heads * dim, hidden)) * hidden**-0.5).astype(
         jnp.bfloat16
     )
-    for batch, rows in ((1, 1), (3, 1), (2, 4), (8, 4)):
+    # Requests, their rows, and how many requests without the others a configuration serves.
+    for batch, rows, part in ((3, 1, 1), (8, 4, 1), (33, 1, 33), (16, 4, 9), (32, 4, 9)):
         x = jax.random.normal(keys[1], (batch, rows, hidden)).astype(jnp.bfloat16)
         half = jax.random.uniform(keys[2], (batch, rows, dim // 2)) * 6
         angles = jnp.concatenate([half, half], axis=-1)
         turn = jnp.cos(angles).astype(jnp.bfloat16), jnp.sin(angles).astype(jnp.bfloat16)
         table = pages - 1 - jnp.arange(batch, dtype=jnp.int32)[:, None]
         positions = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, rows))
-        live = (positions % 3) < 2
+        args = (x, *turn, table, positions, (positions % 3) < 2)
 
-        def pools():
+        @functools.partial(jax.jit, static_argnames="implementation")
+        def run(x, cos, sin, table, *place, implementation):
             shape = (pages, heads, PAGE, dim)
-            return jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)
-
-        results = []
-        for name in ("pallas", "xla"):
-            call = jax.jit(
-                lambda k, v, *a, name=name: project_qkv(
-                    a[0], a[1], a[2], a[3], k, v, *a[4:], implementation=name
-                ),
-                donate_argnums=(0, 1),
+            pools = jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)
+            out, *pools = project_qkv(
+                x, weight, cos, sin, *pools, table, *place, implementation=implementation
             )
-            out = call(*pools(), x, weight, *turn, table, positions, live)
-            results.append((out[0], *(p[table[:, 0]].swapaxes(1, 2) for p in out[1:])))
-        gap = max(error(a, b) for a, b in zip(*results, strict=True))
-        report(
-            f"project_qkv, {batch} x {rows}", gap < TOLERANCE["bfloat16"], f"error {gap:.1e}"
-        )
+            return [out, *(p[table[:, 0]].swapaxes(1, 2) for p in pools)]
+
+        out, want = (run(*args, implementation=name) for name in ("pallas", "xla"))
+        gap = max(error(a, b) for a, b in zip(out, want, strict=True))
+        name = f"project_qkv, {batch} x {rows}"
+        report(name, gap < TOLERANCE["bfloat16"], f"error {gap:.1e}")
+        for count, how in ((batch, "repeats"), (part, f"first {part} alone")):
+            again = run(*(a[:count] for a in args), implementation="pallas")
+            same = all(np.array_equal(a, b[:count]) for a, b in zip(again, out, strict=True))
+            report(f"{name}: {how}", same)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks every kernel on this device.")
     parser.add_argument("--small", action="store_true", help="tiny shapes, anywhere")
-    small = parser.parse_args().small
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="begin nothing after so many (default 150)"
+    )
+    options = parser.parse_args()
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
+    start = time.perf_counter()
     report = Report()
-    for check in (
-        check_products,
-        check_projection,
-        check_large_pools,
+
+    def run(job: Callable[..., None]) -> bool:
+        if time.perf_counter() - start > options.seconds:
+            return False
+        job(report=report, small=options.small)
+        return True
+
+    products = ("linear", "gated_linear", "linear_add_norm")
+    shapes = [s for s in SHAPES if not options.small or s[:2] == (4, 64)]
+    jobs = [
+        *(functools.partial(check_product, name) for name in products),
+        *(functools.partial(check_attention, *shape) for shape in shapes),
         check_prefill,
-        check_attention,
-    ):
-        check(report, small)
-    print(f"{len(report.failed)} failed" if report.failed else "all passed")
-    return 1 if report.failed else 0
+    ]
+    # Pools of more than 2^31 elements are alone on the device.
+    begun = [run(check_projection), run(check_large_pools)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        begun += pool.map(run, jobs)
+    passed = report.count - len(report.failed)
+    print(
+        f"{passed} of {report.count} checks passed, {len(report.failed)} failed; "
+        f"{begun.count(False)} of {len(begun)} groups left out; "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+    for name in report.failed:
+        print(f"FAILED  {name}")
+    return 1 if report.failed or not all(begun) else 0
 
 
 if __name__ == "__main__":

@@ -464,6 +464,6 @@ def test_plans_begin_with_what_is_reported():
 @pytest.mark.parametrize("make", [tune_cases.paged_case, tune_cases.sparse_case])
 def test_grids_are_valid(make):
     case = make(dataclasses.replace(TINY, context=64))
-    assert len(set(case.grid)) == len(case.grid) > 4
+    assert len(set(case.grid)) == len(case.grid) > 2
     assert set(tuning.describe(case.op, case.key)) == set(tuning.OPS[case.op].key)
     assert all(c.splits <= max(64 // 16, 1) for c in case.grid)

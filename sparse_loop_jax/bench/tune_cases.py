@@ -97,9 +97,9 @@ def paged_case(workload: AttentionWorkload) -> Case:
 
     shape = (w.batch, 1, w.heads, w.head_dim)
     computed = paged.choose_config(shape, pool, width, w.dtype)
-    splits = _around(computed.splits, 0.25, 0.5, 1, 2, 4, most=max(span // 64, 1))
-    tiles = [(64, 2, 3), (64, 4, 3), (32, 1, 3), (64, 2, 4), (128, 4, 3), (128, 4, 2)]
-    # Far cuts with the usual tiles, near ones with all.
+    splits = _around(computed.splits, 0.5, 1, 2, most=max(span // 64, 1))
+    tiles = [(64, 2, 3), (64, 4, 3), (64, 2, 4), (128, 4, 2), (32, 1, 3)]
+    # Other cuts with the usual tiles, the computed one with all.
     grid = [
         dataclasses.replace(
             computed,
@@ -110,7 +110,7 @@ def paged_case(workload: AttentionWorkload) -> Case:
             num_stages=stages,
         )
         for s, (i, (keys, warps, stages)) in itertools.product(splits, enumerate(tiles))
-        if i < 2 or computed.splits <= 2 * s <= 4 * computed.splits
+        if i < 2 or s == computed.splits
     ]
     key = tuning.bucketed(
         "paged_attention",
@@ -147,13 +147,19 @@ def sparse_case(workload: AttentionWorkload) -> Case:
         return Chain(step, inputs.q, shared, items, w.kept_bytes)
 
     computed = sparse.choose_config(w.batch * w.rows * w.heads, w.capacity)
-    splits = _around(computed.splits, 0.25, 0.5, 1, 2, 4, most=max(w.capacity // 16, 1))
-    tiles = [(32, 1, 3), (32, 1, 4), (64, 2, 3), (16, 1, 4), (64, 1, 3)]
+    # Larger blocks want fewer pieces.
+    most = max(w.capacity // 16, 1)
+    tiles = [
+        ((32, 1, 3), (0.5, 1, 2)),
+        ((32, 1, 4), (1,)),
+        ((64, 2, 3), (0.25, 0.5, 1)),
+    ]
     grid = [
         dataclasses.replace(
             computed, splits=s, block_keys=keys, num_warps=warps, num_stages=stages
         )
-        for s, (keys, warps, stages) in itertools.product(splits, tiles)
+        for (keys, warps, stages), factors in tiles
+        for s in _around(computed.splits, *factors, most=most)
     ]
     key = tuning.bucketed(
         "sparse_attention",

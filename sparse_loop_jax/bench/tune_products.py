@@ -21,48 +21,39 @@ from sparse_loop_jax.kernels.project_qkv import pallas as projection
 from sparse_loop_jax.models.config import OuroConfig
 
 # The numbers of rows that decide on a configuration, by the most that it serves.
-ROWS = {products.FEW_ROWS: (1, 8, 32), products.MAX_ROWS: (64, 128)}
+ROWS = {products.FEW_ROWS: (1, 32), products.MAX_ROWS: (64, 128)}
 EPS = 1e-6
 # block_out, block_in, num_warps, num_stages; then slices, where a reduction is cut.
 TILES = {
     ("project_qkv", products.FEW_ROWS): [
         (64, 128, 4, 4),
         (64, 64, 4, 6),
-        (64, 256, 4, 3),
+        (32, 128, 2, 4),
         (32, 128, 2, 5),
-        (32, 256, 2, 3),
-        (16, 128, 1, 6),
     ],
     ("gated_linear", products.FEW_ROWS): [
-        (32, 128, 2, 3),
         (32, 128, 4, 4),
-        (32, 64, 4, 6),
+        (16, 128, 2, 4),
         (16, 128, 2, 5),
-        (16, 256, 2, 4),
     ],
     ("linear_add_norm", products.FEW_ROWS): [
         (64, 128, 4, 4, 4),
-        (64, 128, 4, 5, 2),
         (64, 64, 4, 6, 4),
-        (32, 128, 2, 5, 2),
         (32, 128, 2, 4, 4),
     ],
     ("project_qkv", products.MAX_ROWS): [
+        (64, 64, 4, 4),
         (64, 64, 4, 5),
-        (64, 128, 4, 3),
-        (128, 64, 8, 3),
-        (32, 64, 2, 4),
+        (64, 128, 4, 4),
     ],
     ("gated_linear", products.MAX_ROWS): [
         (32, 64, 4, 4),
-        (64, 64, 8, 3),
         (64, 128, 8, 3),
     ],
     ("linear_add_norm", products.MAX_ROWS): [
+        (64, 64, 4, 4, 4),
         (64, 64, 4, 5, 2),
-        (64, 128, 4, 3, 4),
-        (128, 64, 8, 4, 8),
-        (128, 64, 8, 4, 4),
+        (64, 128, 4, 4, 4),
     ],
 }
 
