@@ -82,14 +82,11 @@ def _kernel(
 ):
     """Grid (kv_heads, blocks of rows): programs next to each other read whole rows."""
     del k_in_ref, v_in_ref
-    batch, rows, _, dim = k_ref.shape
+    dim = k_ref.shape[3]
     pages = k_pool_ref.shape[0]
     head = pl.program_id(0)
     line = pl.program_id(1) * block + jax.lax.iota(jnp.int32, block)
-    real = line < batch * rows
-    b, i = line // rows, line % rows  # a padding line's request is past the end
-    page = load(page_ref.at[b, i], mask=real, other=pages)
-    token = load(token_ref.at[b, i], mask=real, other=0)
+    _, b, i, page, token = read_places(page_ref, token_ref, line, pages)
     padded = pl.next_power_of_2(dim)
     column = jax.lax.iota(jnp.int32, padded)[None, :]
     mask = jnp.broadcast_to((page < pages)[:, None], (block, padded))
@@ -101,3 +98,21 @@ def _kernel(
     v = load(v_ref.at[source], mask=mask, other=0)
     store(k_pool_ref.at[target], k.astype(k_pool_ref.dtype), mask=mask)
     store(v_pool_ref.at[target], v.astype(v_pool_ref.dtype), mask=mask)
+
+
+def read_places(page_ref, token_ref, row, pages: int):
+    """In a kernel: what `place_rows` gave for rows counted through the batch.
+
+    Args:
+      page_ref, token_ref: int32 `[B, n]`.
+      row: int32 vector; from B n on it is padding.
+
+    Returns:
+      Whether a row is real, its request, its place in it, page and token. Padding has a
+      request past the end, and as page `pages`.
+    """
+    batch, rows = page_ref.shape
+    real = row < batch * rows
+    b, i = row // rows, row % rows
+    page = load(page_ref.at[b, i], mask=real, other=pages)
+    return real, b, i, page, load(token_ref.at[b, i], mask=real, other=0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from sparse_loop_jax.kernels import pallas_triton, tuning
+from sparse_loop_jax.kernels.kv_write.pallas import read_places
 from sparse_loop_jax.kernels.kv_write.places import place_rows
 from sparse_loop_jax.kernels.matvec.pallas import MAX_ROWS, choose_config, rows_served
 from sparse_loop_jax.kernels.matvec.pallas_kernels import MatvecConfig, dot_rows
@@ -132,15 +133,12 @@ def _kernel(
     slot, block = program // blocks, program % blocks
     padded = config.padded_rows(batch * rows, config.block_out)
     line = jax.lax.iota(jnp.int32, padded)
-    real = line < batch * rows
-    b, i = line // rows, line % rows  # a padding line's request is past the end
     at = block * pairs + jax.lax.iota(jnp.int32, pairs)
     out = jax.lax.iota(jnp.int32, config.block_out)
     out = slot * dim + block * pairs + (out // pairs) * half + out % pairs
 
     # Read before the weights, so that nothing waits for them at the end.
-    page = load(page_ref.at[b, i], mask=real, other=pages)
-    token = load(token_ref.at[b, i], mask=real, other=0)
+    real, b, i, page, token = read_places(page_ref, token_ref, line, pages)
     wide = jnp.broadcast_to(real[None, :], (pairs, padded))
     turn = (b[None, :], i[None, :], at[:, None])
     cos = load(cos_ref.at[turn], mask=wide, other=0).astype(jnp.float32)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from sparse_loop_jax.kernels import pallas_triton
+from sparse_loop_jax.kernels.kv_write.pallas import read_places
 from sparse_loop_jax.kernels.kv_write.places import place_rows
 from sparse_loop_jax.kernels.pallas_triton import load, store
 from sparse_loop_jax.kernels.rotate_write.op import rotate_write
@@ -97,7 +98,6 @@ def _kernel(
 ):
     """Grid (groups of heads, blocks of rows); a line is a head of a row."""
     del k_in_ref, v_in_ref
-    batch, rows = qkv_ref.shape[:2]
     heads, dim = q_ref.shape[2:]
     pages, kv_heads = k_ref.shape[:2]
     half = dim // 2
@@ -105,10 +105,7 @@ def _kernel(
     line = jax.lax.iota(jnp.int32, block * together)
     row = pl.program_id(1) * block + line // together
     slot = first_slot + line % together
-    real = row < batch * rows
-    b, i = row // rows, row % rows  # a padding row's request is past the end
-    page = load(page_ref.at[b, i], mask=real, other=pages)
-    token = load(token_ref.at[b, i], mask=real, other=0)
+    real, b, i, page, token = read_places(page_ref, token_ref, row, pages)
 
     def wide(flags):
         return jnp.broadcast_to(flags[:, None], (flags.shape[0], half))
