@@ -142,3 +142,30 @@ def test_bad_arguments_are_one_line(arguments, message, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["attention", "--implementation", "foo"],
+            "--implementation of bench attention is",
+        ),
+        (
+            ["decode", "--implementation", "triton"],
+            "--implementation of bench decode is",
+        ),
+        (["break-even", "--retentions", "0.5,1"], "leave 1 out of --retentions"),
+        (["break-even", "--device-file", "broken.json"], "broken.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    arguments, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    assert main(["bench", *arguments, "--shape", "tiny", "--cases", "1x20"]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "1x20" not in printed.err  # no measurement was begun
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.json"]

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import re
+from pathlib import Path
 
 from sparse_loop_jax.cli import bench_options, bench_serve
 from sparse_loop_jax.cli.bench_options import add_arguments as add_arguments
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.shape not in model.SHAPES:
         raise ValueError(f"shape must be one of {sorted(model.SHAPES)}, got {args.shape!r}")
+    _check_implementation(args)
     if args.benchmark == "tune":
         return _tune(args, cases)
     if args.benchmark == "serve":
@@ -51,6 +53,20 @@ def run(args: argparse.Namespace) -> int:
     report.print_table(f"bench {args.benchmark}", rows, _setup(args))
     _save(args, rows)
     return 0
+
+
+def _check_implementation(args: argparse.Namespace) -> None:
+    from sparse_loop_jax.kernels.paged_attention import paged_attention
+    from sparse_loop_jax.kernels.sparse_attention import sparse_attention
+
+    known = set(paged_attention.implementations)
+    if args.benchmark == "attention":
+        known |= set(sparse_attention.implementations)
+    if args.implementation is not None and args.implementation not in known:
+        raise ValueError(
+            f"--implementation of bench {args.benchmark} is one of {sorted(known)}, got "
+            f"{args.implementation!r}"
+        )
 
 
 def platform() -> str:
@@ -90,8 +106,16 @@ def _decode(args, config, cases, retentions):
 
 def _break_even(args, config, cases, retentions):
     from sparse_loop_jax.bench import break_even, decode
+    from sparse_loop_jax.sparse import break_even as break_even_files
 
     retentions = retentions or [0.1, 0.25, 0.5]
+    if 1 in retentions:
+        raise ValueError(
+            "bench break-even compares sparse steps with dense ones: leave 1 out of "
+            "--retentions"
+        )
+    if args.device_file is not None and Path(args.device_file).exists():
+        break_even_files.read(Path(args.device_file))  # before minutes are spent
     rows = decode.bench_decode(
         config, cases, retentions=retentions, steps=args.steps, **_options(args)
     )
