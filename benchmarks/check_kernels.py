@@ -24,13 +24,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_loop_jax.kernels import matvec, paged_attention
+from sparse_loop_jax.kernels import (
+    matvec,
+    paged_attention,
+    pallas_mosaic,
+    prefill_attention,
+)
 from sparse_loop_jax.kernels.matvec.pallas import FEW_ROWS, MAX_ROWS
 from sparse_loop_jax.kernels.project_qkv import project_qkv
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 256, 513, 1023, 8191, 32768)
 # Largest norm of the error over the norm of the reference, of any row and head.
-TOLERANCE = {"float32": 2e-5, "bfloat16": 6e-3}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 6e-3, "float16": 1e-3}
 PAGE = 16
 THREADS = 3  # they compile side by side; more would not fit the memory of a device
 # Queries of a group, head size, dtype and rows of a request: every two of these somewhere.
@@ -201,14 +206,51 @@ def check_large_pools(report: Report, small: bool) -> None:
 
 
 def check_prefill(report: Report, small: bool) -> None:
-    count = 24 if small else 700
-    for dtype, group in itertools.product(("float32", "bfloat16"), (1, 4)):
-        first = np.array([[1], [333 if not small else 9]])
-        case = make_case(first + np.arange(count), 16, 16 // group, 64, dtype)
+    """Chunks of prompts, by each kernel that serves them."""
+    chunks = {"pallas": 24 if small else 700}
+    if mosaic_serves():
+        chunks["mosaic"] = 128 if small else 768
+    for kernel, dtype, group, dim in itertools.product(
+        chunks, ("float32", "bfloat16", "float16"), (1, 4)[small:], (64, 128)[: 2 - small]
+    ):
+        if dtype == {"pallas": "float16", "mosaic": "float32"}[kernel]:
+            continue
+        count = chunks[kernel]
+        first = np.array([[1], [9 if small else 333], [20 if small else 7000]])
+        lengths = first + np.arange(count)
+        lengths[0, -count // 3 :] = 0  # padding
+        case = make_case(lengths, 16, 16 // group, dim, dtype)
         want = oracle(case.args[0], case.k, case.v, case.args[4])
-        gap = error(attend(case), want)
-        name = f"prefill of {count} rows, {dtype}, group {group}"
+
+        def run(case, kernel=kernel):
+            return prefill_attention(*case.args, implementation=kernel)
+
+        out = run(case)
+        gap = error(out, want)
+        name = f"prefill of {count} rows, {kernel}, {dtype}, group {group} dim {dim}"
         report(name, gap < TOLERANCE[dtype], f"error {gap:.1e}")
+        report(f"{name}: repeats", np.array_equal(run(case), out))
+        wrong = {
+            "length off by one": run(case.with_lengths(case.args[4] - 1)),
+            "a neighbour's request": jnp.roll(out, 1, axis=0),
+        }
+        missed = [key for key, value in wrong.items() if error(value, want) < TOLERANCE[dtype]]
+        report(f"{name}: mutations", not missed, ", ".join(missed))
+        q, k_pool, v_pool, table, rows = case.args
+        alone = prefill_attention(
+            q[1:2], k_pool, v_pool, table[1:2], rows[1:2], implementation=kernel
+        )
+        report(f"{name}: batch of one", np.array_equal(alone[0], out[1]))
+
+
+def mosaic_serves() -> bool:
+    """Whether the kernels for Hopper run on this device."""
+    try:
+        pallas_mosaic.require_hopper()
+    except NotImplementedError as error:
+        print(f"not checked: {error}")
+        return False
+    return True
 
 
 def check_product(name: str, report: Report, small: bool) -> None:

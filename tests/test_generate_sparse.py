@@ -10,12 +10,12 @@ import pytest
 import sparse_loop_jax as slj
 from sparse_loop_jax.decoding import references
 from sparse_loop_jax.decoding.loops import Rows, run_loops
-from sparse_loop_jax.kernels import paged_attention
+from sparse_loop_jax.kernels import paged_attention, prefill_attention
 from sparse_loop_jax.kernels.capture_attention import capture_attention, capture_into
 from sparse_loop_jax.kernels.sparse_attention import sparse_attention
 from sparse_loop_jax.sparse import store as reference_store
 
-OTHER_OPS = (capture_attention, capture_into, sparse_attention)
+OTHER_OPS = (prefill_attention, capture_attention, capture_into, sparse_attention)
 RETENTIONS = (0.02, 0.1, 0.25, 0.5)
 
 

@@ -140,7 +140,7 @@ def test_in_an_order_it_makes_way_for_the_next(door, monkeypatch):
 
 def test_the_order_of_gpus():
     """Measured kernels come before those that are not, and both before the reference."""
-    assert registry.PREFERENCE["gpu"] == ("pallas", "triton", "xla")
+    assert registry.PREFERENCE["gpu"] == ("mosaic", "pallas", "triton", "xla")
 
 
 @pytest.mark.parametrize("before", [None, "/somewhere"])

@@ -15,7 +15,7 @@ from sparse_loop_jax.generation import start
 from sparse_loop_jax.generation.buckets import CHUNKS
 from sparse_loop_jax.generation.compilation import count_compilations
 from sparse_loop_jax.generation.memory import peak_bytes
-from sparse_loop_jax.kernels.paged_attention import paged_attention
+from sparse_loop_jax.kernels.prefill_attention import prefill_attention
 from sparse_loop_jax.kernels.workloads import AttentionWorkload, paged_inputs
 from sparse_loop_jax.models import Ouro, OuroConfig
 
@@ -107,7 +107,7 @@ def attention_seconds(
 
         return jax.lax.fori_loop(0, TURNS, turn, q)
 
-    attend = functools.partial(paged_attention, implementation=implementation)
+    attend = functools.partial(prefill_attention, implementation=implementation)
     return measure.time_calls(lambda: run(q, k, v, table), repeats=repeats).median / TURNS
 
 

@@ -91,6 +91,11 @@ class DecodeSpec:
             )
 
     @property
+    def of_prompts(self) -> DecodeSpec:
+        """What a prompt is run by, whatever decodes after it: dense, and not speculative."""
+        return dataclasses.replace(self, sparse=None, speculative=None)
+
+    @property
     def rows(self) -> int:
         """Rows that a request runs in a round, at most."""
         return 1 if self.speculative is None else self.speculative.rows

@@ -20,6 +20,7 @@ from sparse_loop_jax.decoding.exits import ExitReadout, fill_skipped_loops
 from sparse_loop_jax.decoding.references import SparseRows
 from sparse_loop_jax.kernels.matvec import linear
 from sparse_loop_jax.kernels.paged_attention import paged_attention
+from sparse_loop_jax.kernels.prefill_attention import prefill_attention
 from sparse_loop_jax.kernels.project_qkv import project_qkv
 from sparse_loop_jax.kernels.registry import recording
 from sparse_loop_jax.kernels.rotate_write import rotate_write
@@ -63,7 +64,7 @@ def run_loops(
     *,
     sparse: SparseRows | None = None,
     readout: ExitReadout | None = None,
-    products: str | None = None,
+    prompt: bool = False,
 ) -> _Carry:
     """Runs `hidden [B, n, hidden]` through the loops of `depths`.
 
@@ -71,18 +72,18 @@ def run_loops(
     unless `sparse` is given and the depth captures or consumes.
 
     Args:
-      products: implementation of the matrix products and what is fused onto them; None:
-        the platform's choice, unless the spec asks for the reference throughout.
+      prompt: the rows are a chunk of a prompt, and many: products are XLA's own, and dense
+        attention is `prefill_attention`. Other rows are few: both stream bytes.
 
     Returns:
       The state after the last of the loops (final norm applied), the cache, the sparse rows
       with what these loops captured and counted, and the exit readout with them counted.
     """
-    one_loop = _one_loop(params, spec, hidden, rows, products)
+    one_loop = _one_loop(params, spec, hidden, rows, prompt)
     carry = _Carry(hidden, cache, sparse, readout)
     # A loop over depths of one kind, not a copy of the layers for each: a fraction of the
     # program to compile, and the page table makes the depths differ by an index only.
-    with _noting_implementations(spec, hidden):
+    with _noting_implementations(spec, prompt):
         for mode, run in _runs(spec, depths, sparse is not None):
             body = functools.partial(one_loop, mode=mode, live=rows.live)
             if len(run) == 1:
@@ -113,7 +114,7 @@ def run_until_left(
       The cache, the readout with the state and depth of each row's last loop, and how many
       loops were run, int32 [].
     """
-    one_loop = _one_loop(params, spec, hidden, rows, None)
+    one_loop = _one_loop(params, spec, hidden, rows, prompt=False)
 
     def going(carry):
         depth, done = carry
@@ -124,7 +125,7 @@ def run_until_left(
         live = rows.live & ~done.readout.left
         return depth + 1, one_loop(depth, done, mode=DENSE, live=live)
 
-    with _noting_implementations(spec, hidden):
+    with _noting_implementations(spec, prompt=False):
         depth, done = jax.lax.while_loop(
             going, body, (jnp.int32(0), _Carry(hidden, cache, None, readout))
         )
@@ -133,14 +134,15 @@ def run_until_left(
     return cache, done.readout, depth
 
 
-def _one_loop(params: OuroParams, spec: DecodeSpec, hidden, rows: Rows, products: str | None):
+def _one_loop(params: OuroParams, spec: DecodeSpec, hidden, rows: Rows, prompt: bool):
     """A function that runs all layers once: `(depth, carry, mode, live) -> carry`.
 
     `live` bool `[B, n]` are the rows that write and attend in this loop.
     """
     angles = rope_angles(rows.positions, spec.config, hidden.dtype)
     reference = "xla" if spec.implementation == "xla" else None
-    products = products or reference
+    products = "xla" if prompt else reference
+    dense = prefill_attention if prompt else paged_attention
 
     def one_loop(depth, carry: _Carry, *, mode: str, live: jax.Array) -> _Carry:
         hidden, sparse = carry.hidden, carry.sparse
@@ -168,9 +170,7 @@ def _one_loop(params: OuroParams, spec: DecodeSpec, hidden, rows: Rows, products
                     )
                 paged = (keys[layer], values[layer], table)
                 if mode == DENSE or sparse is None:
-                    out = paged_attention(
-                        q, *paged, lengths, implementation=spec.implementation
-                    )
+                    out = dense(q, *paged, lengths, implementation=spec.implementation)
                 else:
                     out, sparse = sparse.attend(spec, mode, layer, q, paged, lengths)
                 return out.reshape(*normed.shape[:-1], -1)
@@ -187,22 +187,31 @@ def _one_loop(params: OuroParams, spec: DecodeSpec, hidden, rows: Rows, products
     return one_loop
 
 
-# What served the ops of each spec's rounds; filled when a program is traced.
+# What served the ops of each spec's rounds, and attention to prompts by the spec without
+# what prompts know nothing of; filled when a program is traced.
 _served: dict[DecodeSpec, dict[str, str]] = {}
 
 
 @contextlib.contextmanager
-def _noting_implementations(spec: DecodeSpec, hidden: jax.Array) -> Iterator[None]:
+def _noting_implementations(spec: DecodeSpec, prompt: bool) -> Iterator[None]:
     """Remembers what serves the ops called meanwhile."""
     with recording() as served:
         yield
-    if hidden.shape[1] <= spec.rows:  # a round's rows, not a prompt's
-        _served.setdefault(spec, {}).update(served)
+    if prompt:  # the rest is the same op as in rounds, for other rows
+        name = prefill_attention.name
+        served = {name: served[name]} if name in served else {}
+    _served.setdefault(spec, {}).update(served)
 
 
 def implementations(spec: DecodeSpec) -> dict[str, str]:
-    """The implementation that served each op in the rounds of `spec`; empty before them."""
-    return dict(_served.get(spec, {}))
+    """The implementation that served each op in the rounds of `spec`; empty before them.
+
+    And `prefill_attention`, of the last chunk length of prompts that was compiled.
+    """
+    served = dict(_served.get(spec, {}))
+    if served:
+        served = {**_served.get(spec.of_prompts, {}), **served}
+    return served
 
 
 def _runs(spec: DecodeSpec, depths: range, sparse: bool) -> list[tuple[str, range]]:

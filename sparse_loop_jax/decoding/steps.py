@@ -43,7 +43,7 @@ def prefill(
         store=None,
         key_counts=None,
         history=None,
-        spec=dataclasses.replace(state.spec, sparse=None, speculative=None),
+        spec=state.spec.of_prompts,
     )
     plain, output = _prefill(params, plain, tokens, valid, ends)
     state = dataclasses.replace(
@@ -72,7 +72,7 @@ def _prefill(params, state, tokens, valid, ends):
         state.cache,
         range(state.spec.config.total_ut_steps),
         readout=readout,
-        products="xla",  # whose matrix products are made for many rows
+        prompt=True,
     )
     last = jnp.maximum(valid - 1, 0)[:, None]
     hidden, exit_loops = done.hidden, None

@@ -2,6 +2,7 @@
 
 from sparse_loop_jax.kernels.kv_write import write_kv
 from sparse_loop_jax.kernels.paged_attention import paged_attention
+from sparse_loop_jax.kernels.prefill_attention import prefill_attention
 from sparse_loop_jax.kernels.registry import Op
 
-__all__ = ["Op", "paged_attention", "write_kv"]
+__all__ = ["Op", "paged_attention", "prefill_attention", "write_kv"]

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 # What `implementation=None` asks, in order, by platform.
-PREFERENCE = {"gpu": ("pallas", "triton", "xla"), "cpu": ("xla",)}
+PREFERENCE = {"gpu": ("mosaic", "pallas", "triton", "xla"), "cpu": ("xla",)}
 
 
 # Filled by the ops that are called while `recording` is open.

@@ -1,0 +1,69 @@
+"""The door to Pallas's Mosaic GPU lowering: what it needs, and when it is there.
+
+It writes for Hopper's own instructions (matrix products of a warpgroup, bulk copies into
+shared memory), which the Triton lowering leaves to a compiler. It cannot gather, so it serves
+where whole pages are read. Its import takes a quarter of a second: kernels import it when they
+are first asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+OLDEST_JAX = (0, 11)  # the first whose interpreter knows what the kernels use
+MULTIPROCESSORS = 132  # of an H200: what is lowered for where no GPU says otherwise
+
+
+def require_hopper() -> None:
+    """Raises NotImplementedError unless kernels of this lowering run here.
+
+    Where there is no GPU they are interpreted, or lowered for a Hopper that is not there.
+    """
+    if jax.__version_info__[:2] < OLDEST_JAX:
+        oldest = ".".join(map(str, OLDEST_JAX))
+        raise NotImplementedError(f"kernels by Mosaic need JAX {oldest}: {jax.__version__}")
+    capability = _capability()
+    if not capability.startswith("9."):
+        raise NotImplementedError(
+            f"kernels by Mosaic are for Hopper, compute capability 9: {capability}"
+        )
+
+
+@functools.cache
+def _capability() -> str:
+    if jax.default_backend() != "gpu":
+        return "9.0"
+    return str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
+
+
+@functools.cache
+def multiprocessors() -> int:
+    """Of the device that is compiled for."""
+    if jax.default_backend() != "gpu":
+        return MULTIPROCESSORS
+    return int(getattr(jax.local_devices()[0], "core_count", MULTIPROCESSORS))
+
+
+def interpreter() -> Any:
+    """What `mosaic_gpu.kernel` takes as `interpret` to run a kernel without a GPU."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """What `ref`, in either memory, holds, spread over a warpgroup's threads as `layout`."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    # Before JAX 0.11 it took an index, which is deprecated now.
+    return mosaic_gpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Registers for a float32 product, for `pl.run_scoped`; they begin as zeros."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.WGMMAAccumulatorRef((rows, columns), jax.numpy.float32)

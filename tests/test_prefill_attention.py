@@ -1,0 +1,269 @@
+"""Every implementation of `prefill_attention` against NumPy, and the kernel of Mosaic."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_loop_jax.kernels import pallas_mosaic, pallas_triton, prefill_attention
+from sparse_loop_jax.kernels.prefill_attention import mosaic
+
+# The interpreter of Mosaic multiplies with NumPy, also what is made to be infinite or NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+PAGE = 16
+ROWS = mosaic.TILE
+# Float32 sums, and one rounding of the output and one of the softmax weights.
+TOLERANCE = {"float32": (2e-6, 2e-6), "float16": (5e-4, 2**-9), "bfloat16": (4e-3, 2**-7)}
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__[:2] < pallas_mosaic.OLDEST_JAX, reason="JAX is too old for Mosaic"
+)
+
+
+@pytest.fixture(params=sorted(prefill_attention.implementations))
+def attend(request, bind):
+    return bind(prefill_attention, request.param)
+
+
+def chunk(*starts: int, rows: int = ROWS, live: int | None = None) -> np.ndarray:
+    """Lengths of the rows of a chunk that begins at each of `starts`; the first `live` live."""
+    lengths = np.arange(1, rows + 1) + np.array(starts)[:, None]
+    return np.where(np.arange(rows) < (rows if live is None else live), lengths, 0)
+
+
+@pytest.fixture
+def case_of(paged_case):
+    """`paged_case` of shapes that every implementation serves."""
+
+    def make(lengths, **options):
+        options = {"heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": "bfloat16"} | options
+        return paged_case(lengths, page_size=options.pop("page_size", PAGE), **options)
+
+    return make
+
+
+def oracle(case) -> np.ndarray:
+    """Float64 attention of each row over its own keys, [B, n, heads, d]."""
+    q, lengths = np.asarray(case.q, np.float64), np.asarray(case.lengths)
+    group = q.shape[2] // case.k.shape[2]
+    seen = np.arange(case.k.shape[1]) < lengths[..., None]  # [B, n, S]
+    k, v = (np.nan_to_num(x).repeat(group, axis=2) for x in (case.k, case.v))
+    scores = np.einsum("bnhd,bshd->bnhs", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(seen[:, :, None], scores, -np.inf)
+    top = np.where(lengths > 0, scores.max(axis=(2, 3)), 0)[..., None, None]
+    weights = np.exp(scores - top)
+    total = np.where(lengths > 0, 1, 0)[..., None, None] / np.maximum(
+        weights.sum(axis=-1, keepdims=True), 1e-300
+    )
+    return np.einsum("bnhs,bshd->bnhd", weights * total, v)
+
+
+def check(case, out: jax.Array) -> None:
+    """Fails unless `out` is the attention of `case`."""
+    assert (out.shape, out.dtype) == (case.q.shape, case.q.dtype)
+    atol, rtol = TOLERANCE[str(case.q.dtype)]
+    out64 = np.asarray(out.astype(jnp.float32), np.float64)
+    np.testing.assert_array_equal(out64[np.asarray(case.lengths) == 0], 0.0)
+    np.testing.assert_allclose(out64, oracle(case), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"head_dim": 128, "kv_heads": 2},
+        {"dtype": "float16", "page_size": 8},
+        {"page_size": 64},
+        {"dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_matches_the_oracle(attend, case_of, options):
+    # The first rows of a prompt, and a chunk after one block of keys and a bit.
+    case = case_of(chunk(0, 150), **options)
+    check(case, attend(*case.args))
+
+
+def test_several_blocks_that_all_rows_see(attend, case_of):
+    case = case_of(chunk(700))
+    check(case, attend(*case.args))
+
+
+def test_padding_and_whole_tiles_of_it_are_dead(attend, case_of):
+    lengths = chunk(300, 0, rows=2 * ROWS, live=60)
+    lengths[1] = chunk(0, rows=2 * ROWS, live=200)[0]
+    case = case_of(lengths)
+    case = case.replace(q=jnp.where(case.lengths[..., None, None] == 0, jnp.nan, case.q))
+    out = attend(*case.args)
+    check(case.replace(q=jnp.nan_to_num(case.q)), out)
+
+
+def test_rows_need_not_be_in_order(attend, case_of):
+    rng = np.random.default_rng(0)
+    case = case_of(rng.integers(0, 400, (2, ROWS)))
+    check(case, attend(*case.args))
+
+
+# What must not be read -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("junk", [-1, np.iinfo(np.int32).max])
+def test_unused_entries_of_the_table_may_hold_anything(attend, case_of, junk):
+    clean = case_of(chunk(5, 40))
+    table = np.asarray(clean.page_table).copy()
+    table[table == clean.k_pool.shape[0]] = junk
+    out = attend(*clean.replace(page_table=jnp.asarray(table)).args)
+    check(clean, out)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("pool", ["k_pool", "v_pool"])
+def test_a_row_never_reads_what_only_its_neighbour_sees(attend, case_of, pool, value):
+    clean = case_of(chunk(20, 7))
+    position = 20 + 80  # what row 80 of request 0 sees first
+    page = clean.page_table[0, position // PAGE]
+    poisoned = getattr(clean, pool).at[page, :, position % PAGE].set(value)
+    out = np.asarray(attend(*clean.replace(**{pool: poisoned}).args))
+    expected = np.asarray(attend(*clean.args))
+    np.testing.assert_array_equal(out[0, :80], expected[0, :80])
+    np.testing.assert_array_equal(out[1], expected[1])
+    for row in range(80, ROWS):
+        assert not np.isfinite(out[0, row].astype(np.float32)).all(), row
+
+
+def test_a_nan_that_all_rows_see_is_not_hidden(attend, case_of):
+    clean = case_of(chunk(200))
+    poisoned = clean.v_pool.at[clean.page_table[0, 2], 0, 1, 3].set(jnp.nan)
+    out = np.asarray(attend(*clean.replace(v_pool=poisoned).args)).astype(np.float32)
+    assert np.isnan(out[0, :, :, 3]).all()
+
+
+# Independence ----------------------------------------------------------------------------
+
+
+def test_a_request_alone_equals_itself_in_a_batch(attend, case_of):
+    case = case_of(chunk(3, 150))
+    together = np.asarray(attend(*case.args))
+    for b in range(2):
+        q, k, v, table, lengths = case.args
+        alone = attend(q[b : b + 1], k, v, table[b : b + 1], lengths[b : b + 1])
+        np.testing.assert_array_equal(np.asarray(alone)[0], together[b])
+
+
+def test_a_wider_table_and_a_repeat_change_nothing(attend, case_of):
+    case = case_of(chunk(3, 150))
+    wide = case_of(chunk(3, 150), max_pages=3 * case.page_table.shape[1])
+    out = np.asarray(attend(*case.args))
+    np.testing.assert_array_equal(attend(*case.args), out)
+    if attend.is_reference:  # a product of another width, in another order
+        check(wide, attend(*wide.args))
+    else:
+        np.testing.assert_array_equal(attend(*wide.args), out)
+
+
+# The checker itself ----------------------------------------------------------------------
+
+
+def test_the_checker_finds_wrong_answers(attend, case_of):
+    case = case_of(chunk(30, 150))
+    fill = {name: jnp.nan_to_num(getattr(case, name), nan=0.5) for name in ("k_pool", "v_pool")}
+    case = case.replace(**fill)
+    right = attend(*case.args)
+    check(case, right)
+    table, lengths = case.page_table, case.lengths
+    wrong = {
+        "zeros": jnp.zeros_like(right),
+        "heads swapped": right[:, :, ::-1],
+        "K for V": attend(*case.replace(v_pool=case.k_pool).args),
+        "a neighbour's page": attend(
+            *case.replace(page_table=table.at[:, 0].set(table[::-1, 0])).args
+        ),
+        "one key too few": attend(*case.replace(lengths=lengths - 1).args),
+        "one key too many": attend(*case.replace(lengths=lengths + 1).args),
+        "one row one key too many": attend(*case.replace(lengths=lengths.at[0, 0].add(1)).args),
+    }
+    assert [name for name, out in wrong.items() if _passes(case, out)] == []
+
+
+def _passes(case, out) -> bool:
+    try:
+        check(case, out)
+    except AssertionError:
+        return False
+    return True
+
+
+# The kernel of Mosaic --------------------------------------------------------------------
+
+
+@needs_mosaic
+@pytest.mark.parametrize("programs", [1, 3])
+def test_programs_take_tile_after_tile(case_of, monkeypatch, programs):
+    case = case_of(chunk(130, 0, rows=2 * ROWS, live=2 * ROWS - 30))
+    expected = np.asarray(mosaic.prefill_attention_mosaic(*case.args))
+    check(case, jnp.asarray(expected))
+    monkeypatch.setattr(pallas_mosaic, "multiprocessors", lambda: programs)
+    out = mosaic.prefill_attention_mosaic(*case.args)
+    np.testing.assert_array_equal(np.asarray(out), expected)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float32"}, r"all bfloat16 or float16: \['float32'\]"),
+        ({"head_dim": 32}, r"head_dim must be one of \(64, 128\), got 32"),
+        ({"page_size": 4}, "page_size must be one of .*, got 4"),
+        ({"page_size": 256}, "page_size must be one of .*, got 256"),
+        ({"rows": 100}, "rows must be a multiple of 128, got 100"),
+    ],
+    ids=str,
+)
+def test_mosaic_says_what_it_does_not_serve(case_of, options, message):
+    rows = options.pop("rows", ROWS)
+    case = case_of(chunk(0, rows=rows), **options)
+    with pytest.raises(NotImplementedError, match=message):
+        prefill_attention(*case.args, implementation="mosaic")
+
+
+@needs_mosaic
+def test_mosaic_is_for_hopper(case_of, monkeypatch):
+    monkeypatch.setattr(pallas_mosaic, "_capability", lambda: "10.0")
+    with pytest.raises(NotImplementedError, match=r"for Hopper, compute capability 9: 10\.0"):
+        prefill_attention(*case_of(chunk(0)).args, implementation="mosaic")
+
+
+def test_mosaic_needs_a_jax_that_knows_it(case_of, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(NotImplementedError, match=r"need JAX 0\.11"):
+        prefill_attention(*case_of(chunk(0)).args, implementation="mosaic")
+
+
+def test_dense_attention_is_no_place_for_mosaic():
+    from sparse_loop_jax.kernels import paged_attention
+
+    with pytest.raises(ValueError, match="paged_attention has no implementation 'mosaic'"):
+        paged_attention.get("mosaic")
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "head_dim", "page_size", "pages"),
+    [(2048, 16, 128, 16, 8192), (128, 4, 64, 8, 64), (256, 16, 128, 64, 300_000)],
+)
+def test_mosaic_lowers(rows, kv_heads, head_dim, page_size, pages):
+    def array(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    pool = array(pages, kv_heads, page_size, head_dim)
+    text = pallas_triton.lower_for_cuda(
+        lambda *args: mosaic.prefill_attention_mosaic(*args),
+        array(2, rows, 16, head_dim),
+        pool,
+        pool,
+        array(2, 512, dtype="int32"),
+        array(2, rows, dtype="int32"),
+    ).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
