@@ -271,6 +271,7 @@ def _clean_values(here: _Group, step, seen: jax.Array) -> jax.Array:
         keys = pl.ds(half * (KEYS // GROUPS), KEYS // GROUPS)
         part = shared.v.at[slot, keys]
         values = load(part, MATRIX)
+        gpu.commit_smem()  # read by all threads before any of them writes
         finite = jnp.abs(values.astype(jnp.float32)) < jnp.inf
         part[...] = jnp.where(finite, values, jnp.zeros_like(values))
         bad = jnp.where(finite, jnp.float32(0), jnp.float32(1))

@@ -27,8 +27,8 @@ GROUPS = 2  # warpgroups that compute
 TILE = ROWS * GROUPS
 KEYS = 128  # of a block
 STAGES = 2  # blocks of keys and of values in shared memory
-# Registers of a thread that computes and of one that copies: 65,536 for three warpgroups.
-COMPUTE_REGISTERS, COPY_REGISTERS = 232, 40
+# Registers of a thread that computes and of one that copies: 65,536 for four warpgroups.
+COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
 
 
 class Inputs(NamedTuple):
@@ -114,10 +114,12 @@ def launch(q, k_pool, v_pool, table, limits, common, top, *, programs: int, inte
         scratch_types=list(shared),
         grid=(programs,),
         grid_names=("program",),
-        num_threads=GROUPS + 1,
+        num_threads=GROUPS + 2,
         thread_name="group",
         kernel_name="prefill_attention",
-        compiler_params=gpu.CompilerParams(approx_math=True),
+        # A barrier before every copy would cost more than a copy of a page: who reads, writes
+        # and copies is kept apart by the barriers above and by `commit_smem`.
+        compiler_params=gpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=pallas_mosaic.interpreter() if interpret else None,
     )
     return run(q, k_pool, v_pool, table, limits, common, top)
@@ -140,8 +142,24 @@ def _kernel(*refs, programs: int, interpret: bool):
     @pl.when(group == GROUPS)
     def _():
         gpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        last = _each_tile(inputs, programs, functools.partial(_copy_tile, inputs, shared))
-        _await_readers(shared, *last)
+
+        def copy(tile: Tile) -> None:
+            _copy_queries(inputs, shared, tile)
+            _copy_blocks(inputs, tile, inputs.k, shared.k, shared.k_full, shared.k_free)
+
+        tiles, blocks = _each_tile(inputs, programs, copy)
+        _await_last(shared.q_free, tiles, 2)
+        _await_last(shared.k_free, blocks, STAGES)
+
+    @pl.when(group == GROUPS + 1)
+    def _():
+        gpu.set_max_registers(COPY_REGISTERS, action="decrease")
+
+        def copy(tile: Tile) -> None:
+            _copy_blocks(inputs, tile, inputs.v, shared.v, shared.v_full, shared.v_free)
+
+        _, blocks = _each_tile(inputs, programs, copy)
+        _await_last(shared.v_free, blocks, STAGES)
 
 
 def _each_tile(inputs: Inputs, programs: int, work: Callable[[Tile], None]):
@@ -187,11 +205,8 @@ def slot_of(block: jax.Array) -> jax.Array:
     return lax.rem(block, jnp.int32(STAGES))
 
 
-def _copy_tile(inputs: Inputs, shared: Shared, tile: Tile) -> None:
-    """Copies a tile's queries, keys and values into shared memory, as room gets free."""
-    heads, kv_heads, size = inputs.q.shape[2], *inputs.k.shape[1:3]
-    pages = KEYS // size
-    kv_head = lax.div(tile.head, jnp.int32(heads // kv_heads))
+def _copy_queries(inputs: Inputs, shared: Shared, tile: Tile) -> None:
+    """Copies a tile's queries into shared memory, once there is room."""
 
     @pl.when(tile.number >= 2)
     def _():
@@ -205,40 +220,38 @@ def _copy_tile(inputs: Inputs, shared: Shared, tile: Tile) -> None:
             shared.q_full.at[tile.place],
         )
 
+
+def _copy_blocks(inputs: Inputs, tile: Tile, pool, buffer, full, free) -> None:
+    """Copies the blocks of a tile's keys, or of its values, as room gets free."""
+    heads, kv_heads, size = inputs.q.shape[2], *pool.shape[1:3]
+    pages = KEYS // size
+    kv_head = lax.div(tile.head, jnp.int32(heads // kv_heads))
+
     def copy_block(step, _):
         block = tile.before + step
         slot = slot_of(block)
         # Read before there is room, so that the copies need not wait for them.
         ids = [inputs.table[tile.request, step * pages + i] for i in range(pages)]
-        kinds = (
-            (inputs.k, shared.k, shared.k_full, shared.k_free),
-            (inputs.v, shared.v, shared.v_full, shared.v_free),
-        )
-        for pool, buffer, full, free in kinds:
 
-            @pl.when(block >= STAGES)
-            def _(free=free):
-                gpu.barrier_wait(free.at[slot])
+        @pl.when(block >= STAGES)
+        def _():
+            gpu.barrier_wait(free.at[slot])
 
-            for i, page in enumerate(ids):
-                gpu.copy_gmem_to_smem(
-                    pool.at[page, kv_head],
-                    buffer.at[slot, pl.ds(i * size, size)],
-                    full.at[slot],
-                )
+        for i, page in enumerate(ids):
+            part = buffer.at[slot, pl.ds(i * size, size)]
+            gpu.copy_gmem_to_smem(pool.at[page, kv_head], part, full.at[slot])
 
     lax.fori_loop(0, tile.steps, copy_block, None)
 
 
-def _await_readers(shared: Shared, tiles: jax.Array, blocks: jax.Array) -> None:
-    """Waits for what `_copy_tile` did not: who waits on a barrier sees all of its phases."""
+def _await_last(free, done: jax.Array, count: int) -> None:
+    """Waits for what the copies did not: who waits on barriers sees all of their phases.
 
-    def keys_and_values(block, _):
-        gpu.barrier_wait(shared.k_free.at[slot_of(block)])
-        gpu.barrier_wait(shared.v_free.at[slot_of(block)])
+    Args:
+      free: `count` barriers that take turns; `done` times one was to be completed.
+    """
 
-    def queries(number, _):
-        gpu.barrier_wait(shared.q_free.at[lax.rem(number, jnp.int32(2))])
+    def wait(number, _):
+        gpu.barrier_wait(free.at[lax.rem(number, jnp.int32(count))])
 
-    lax.fori_loop(jnp.maximum(blocks - STAGES, 0), blocks, keys_and_values, None)
-    lax.fori_loop(jnp.maximum(tiles - 2, 0), tiles, queries, None)
+    lax.fori_loop(jnp.maximum(done - count, 0), done, wait, None)
