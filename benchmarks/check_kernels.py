@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,6 @@ import numpy as np
 from sparse_loop_jax.kernels import (
     matvec,
     paged_attention,
-    pallas_mosaic,
     prefill_attention,
 )
 from sparse_loop_jax.kernels.matvec.pallas import FEW_ROWS, MAX_ROWS
@@ -48,6 +46,17 @@ SHAPES = (
     (4, 128, "bfloat16", 4),
     (8, 128, "float32", 1),
     (8, 64, "bfloat16", 4),
+)
+
+
+# Kernel of a prefill, dtype, queries of a group and head size.
+PREFILLS = (
+    ("pallas", "float32", 1, 64),
+    ("pallas", "bfloat16", 4, 128),
+    ("mosaic", "bfloat16", 1, 128),
+    ("mosaic", "bfloat16", 4, 64),
+    ("mosaic", "float16", 4, 128),
+    ("mosaic", "float16", 1, 64),
 )
 
 
@@ -205,52 +214,38 @@ def check_large_pools(report: Report, small: bool) -> None:
         report(name, gap < TOLERANCE["bfloat16"], f"error {gap:.1e}")
 
 
-def check_prefill(report: Report, small: bool) -> None:
-    """Chunks of prompts, by each kernel that serves them."""
-    chunks = {"pallas": 24 if small else 700}
-    if mosaic_serves():
-        chunks["mosaic"] = 128 if small else 768
-    for kernel, dtype, group, dim in itertools.product(
-        chunks, ("float32", "bfloat16", "float16"), (1, 4)[small:], (64, 128)[: 2 - small]
-    ):
-        if dtype == {"pallas": "float16", "mosaic": "float32"}[kernel]:
-            continue
-        count = chunks[kernel]
-        first = np.array([[1], [9 if small else 333], [20 if small else 7000]])
-        lengths = first + np.arange(count)
-        lengths[0, -count // 3 :] = 0  # padding
-        case = make_case(lengths, 16, 16 // group, dim, dtype)
-        want = oracle(case.args[0], case.k, case.v, case.args[4])
+def check_prefill(
+    kernel: str, dtype: str, group: int, dim: int, report: Report, small: bool
+) -> None:
+    """Chunks of prompts: short, long, and with padding."""
+    name = f"prefill, {kernel}, {dtype}, group {group} dim {dim}"
+    count = 128 if small else 768
+    lengths = np.array([[1], [9 if small else 333], [20 if small else 7000]]) + np.arange(count)
+    lengths[0, -count // 3 :] = 0
+    case = make_case(lengths, 16, 16 // group, dim, dtype)
+    q, k_pool, v_pool, table, device_lengths = case.args
 
-        def run(case, kernel=kernel):
-            return prefill_attention(*case.args, implementation=kernel)
+    @jax.jit
+    def run(lengths):
+        return prefill_attention(q, k_pool, v_pool, table, lengths, implementation=kernel)
 
-        out = run(case)
-        gap = error(out, want)
-        name = f"prefill of {count} rows, {kernel}, {dtype}, group {group} dim {dim}"
-        report(name, gap < TOLERANCE[dtype], f"error {gap:.1e}")
-        report(f"{name}: repeats", np.array_equal(run(case), out))
-        wrong = {
-            "length off by one": run(case.with_lengths(case.args[4] - 1)),
-            "a neighbour's request": jnp.roll(out, 1, axis=0),
-        }
-        missed = [key for key, value in wrong.items() if error(value, want) < TOLERANCE[dtype]]
-        report(f"{name}: mutations", not missed, ", ".join(missed))
-        q, k_pool, v_pool, table, rows = case.args
-        alone = prefill_attention(
-            q[1:2], k_pool, v_pool, table[1:2], rows[1:2], implementation=kernel
-        )
-        report(f"{name}: batch of one", np.array_equal(alone[0], out[1]))
-
-
-def mosaic_serves() -> bool:
-    """Whether the kernels for Hopper run on this device."""
     try:
-        pallas_mosaic.require_hopper()
-    except NotImplementedError as error:
-        print(f"not checked: {error}")
-        return False
-    return True
+        out = run(device_lengths)
+    except NotImplementedError as refusal:
+        print(f"not here: {name}: {refusal}")
+        return
+    want = oracle(q, case.k, case.v, device_lengths)
+    gap = error(out, want)
+    report(name, gap < TOLERANCE[dtype], f"error {gap:.1e}")
+    report(f"{name}: repeats", np.array_equal(run(device_lengths), out))
+    wrong = {
+        "length off by one": run(device_lengths - 1),
+        "a neighbour's request": jnp.roll(out, 1, axis=0),
+    }
+    missed = [key for key, value in wrong.items() if error(value, want) < TOLERANCE[dtype]]
+    report(f"{name}: mutations", not missed, ", ".join(missed))
+    others_dead = run(jnp.where(jnp.arange(3)[:, None] == 1, device_lengths, 0))
+    report(f"{name}: others dead", np.array_equal(others_dead[1], out[1]))
 
 
 def check_product(name: str, report: Report, small: bool) -> None:
@@ -343,6 +338,9 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=150, help="begin nothing after so many (default 150)"
     )
+    parser.add_argument(
+        "--only", default="", help="groups of checks that have this in their name"
+    )
     options = parser.parse_args()
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
     start = time.perf_counter()
@@ -356,15 +354,19 @@ def main() -> int:
 
     products = ("linear", "gated_linear", "linear_add_norm")
     shapes = [s for s in SHAPES if not options.small or s[:2] == (4, 64)]
-    jobs = [
-        *(functools.partial(check_product, name) for name in products),
-        *(functools.partial(check_attention, *shape) for shape in shapes),
-        check_prefill,
-    ]
+    prefills = PREFILLS[::3] if options.small else PREFILLS
     # Pools of more than 2^31 elements are alone on the device.
-    begun = [run(check_projection), run(check_large_pools)]
+    alone = {"project_qkv": check_projection, "pools": check_large_pools}
+    together = {
+        **{name: functools.partial(check_product, name) for name in products},
+        **{f"attention {s}": functools.partial(check_attention, *s) for s in shapes},
+        **{f"prefill {p}": functools.partial(check_prefill, *p) for p in prefills},
+    }
+    if not any(options.only in name for name in (*alone, *together)):
+        parser.error(f"--only {options.only!r} is in none of {[*alone, *together]}")
+    begun = [run(job) for name, job in alone.items() if options.only in name]
     with ThreadPoolExecutor(THREADS) as pool:
-        begun += pool.map(run, jobs)
+        begun += pool.map(run, (job for name, job in together.items() if options.only in name))
     passed = report.count - len(report.failed)
     print(
         f"{passed} of {report.count} checks passed, {len(report.failed)} failed; "

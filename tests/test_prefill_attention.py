@@ -199,17 +199,6 @@ def _passes(case, out) -> bool:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("programs", [1, 3])
-def test_programs_take_tile_after_tile(case_of, monkeypatch, programs):
-    case = case_of(chunk(130, 0, rows=2 * ROWS, live=2 * ROWS - 30))
-    expected = np.asarray(mosaic.prefill_attention_mosaic(*case.args))
-    check(case, jnp.asarray(expected))
-    monkeypatch.setattr(pallas_mosaic, "multiprocessors", lambda: programs)
-    out = mosaic.prefill_attention_mosaic(*case.args)
-    np.testing.assert_array_equal(np.asarray(out), expected)
-
-
-@needs_mosaic
 @pytest.mark.parametrize(
     ("options", "message"),
     [

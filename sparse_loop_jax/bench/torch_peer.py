@@ -153,7 +153,7 @@ class _Prefill:
     def __init__(self, torch, r: dict[str, Any]):
         self.torch, self.r = torch, r
 
-    def seconds(self, batch: int, tokens: int, repeats: int = 5, calls: int = 8) -> float:
+    def seconds(self, batch: int, tokens: int, repeats: int = 5, calls: int = 32) -> float:
         """Median seconds of a call, of graphs of `calls` calls."""
         torch, r = self.torch, self.r
         options = {"device": "cuda", "dtype": getattr(torch, r["dtype"])}

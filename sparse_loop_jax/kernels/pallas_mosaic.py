@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 OLDEST_JAX = (0, 11)  # the first whose interpreter knows what the kernels use
-MULTIPROCESSORS = 132  # of an H200: what is lowered for where no GPU says otherwise
 
 
 def require_hopper() -> None:
@@ -37,14 +36,6 @@ def _capability() -> str:
     if jax.default_backend() != "gpu":
         return "9.0"
     return str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
-
-
-@functools.cache
-def multiprocessors() -> int:
-    """Of the device that is compiled for."""
-    if jax.default_backend() != "gpu":
-        return MULTIPROCESSORS
-    return int(getattr(jax.local_devices()[0], "core_count", MULTIPROCESSORS))
 
 
 def interpreter() -> Any:

@@ -50,13 +50,12 @@ def prefill_attention_mosaic(
         v_pool,
         page_table,
         lengths,
-        programs=pallas_mosaic.multiprocessors(),
         interpret=pallas_triton.interpreting(),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("programs", "interpret"))
-def _run(q, k_pool, v_pool, page_table, lengths, *, programs: int, interpret: bool):
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def _run(q, k_pool, v_pool, page_table, lengths, *, interpret: bool):
     from sparse_loop_jax.kernels.prefill_attention import mosaic_kernel
 
     batch, rows = lengths.shape
@@ -75,7 +74,6 @@ def _run(q, k_pool, v_pool, page_table, lengths, *, programs: int, interpret: bo
         limits,
         common,
         top,
-        programs=programs,
         interpret=interpret,
     )
 

@@ -1,17 +1,16 @@
 """The kernel: its programs, their shared memory, and the warpgroup that fills it.
 
-A program has a multiprocessor to itself and takes one tile after another: 128 rows of a head
-of a request. Of its three warpgroups two attend to 64 rows each (`mosaic_attend`), and the
-third copies: queries of a tile, then block after block of its keys and values, page by page,
-as far ahead as there is room. That one warpgroup only copies while others compute, and that
-softmax runs under a matrix product, is FlashAttention-3's scheme (Shah et al., 2024, arXiv
-2407.08608); this is a version of it for paged keys and values.
+A program has a multiprocessor to itself and one tile: 128 rows of a head of a request. Of its
+three warpgroups two attend to 64 rows each (`mosaic_attend`), and the third copies: queries,
+then block after block of keys and values, page by page, as far ahead as there is room. That one
+warpgroup only copies while others compute, that the last keys come first, and that softmax runs
+under a matrix product, is FlashAttention-3's scheme (Shah et al., 2024, arXiv 2407.08608); this
+is a version of it for paged keys and values.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +26,9 @@ GROUPS = 2  # warpgroups that compute
 TILE = ROWS * GROUPS
 KEYS = 128  # of a block
 STAGES = 2  # blocks of keys and of values in shared memory
-# Registers of a thread that computes and of one that copies: 65,536 for four warpgroups.
-COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
+# Registers of a thread that computes and of one that copies: 65,536 for three warpgroups.
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+WARPS = 2  # that copy keys, and as many that copy values
 
 
 class Inputs(NamedTuple):
@@ -50,38 +50,29 @@ class Shared(NamedTuple):
     `full` is completed by copies, `free` by the warpgroups that are done reading.
     """
 
-    q: Any  # [2, GROUPS, ROWS, dim]: of this tile and the next; holds the output at last
+    q: Any  # [GROUPS, ROWS, dim]; holds the output at last
     k: Any  # [STAGES, KEYS, dim]
     v: Any
     bad: Any  # float32 [2, KEYS]: 1 where a value of a key is not finite
     q_full: Any
-    q_free: Any
     k_full: Any
     v_full: Any
     k_free: Any
     v_free: Any
-    turn: Any  # of each warpgroup: it may start its products
     clean: Any  # both have cleaned their half of the values
 
 
 class Tile(NamedTuple):
-    """Where a program is; integers of the device."""
+    """Where a program is, and its blocks of keys, taken from the last to the first."""
 
-    number: jax.Array  # of the program's tiles so far
     request: jax.Array
     row: jax.Array  # the first of its TILE rows
     head: jax.Array
-    shared: jax.Array  # blocks of keys that every live row sees
-    steps: jax.Array  # blocks of keys that any row sees
-    before: jax.Array  # blocks of the program's earlier tiles
-
-    @property
-    def place(self) -> jax.Array:
-        """Of its queries in shared memory."""
-        return lax.rem(self.number, jnp.int32(2))
+    shared: jax.Array  # blocks that every live row sees
+    steps: jax.Array  # blocks that any row sees
 
 
-def launch(q, k_pool, v_pool, table, limits, common, top, *, programs: int, interpret: bool):
+def launch(q, k_pool, v_pool, table, limits, common, top, *, interpret: bool):
     """Runs the kernel; see `Inputs` for the arguments. Returns `[B, n, heads, dim]`."""
     batch, rows, heads, dim = q.shape
     size = k_pool.shape[2]
@@ -94,27 +85,24 @@ def launch(q, k_pool, v_pool, table, limits, common, top, *, programs: int, inte
         return gpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
     shared = Shared(
-        q=buffer(2, GROUPS, ROWS, dim),
+        q=buffer(GROUPS, ROWS, dim),
         k=buffer(STAGES, KEYS, dim),
         v=buffer(STAGES, KEYS, dim),
         bad=gpu.SMEM((2, KEYS), jnp.float32),
-        q_full=barriers(GROUPS, 2),
-        q_free=barriers(GROUPS, 2),
+        q_full=barriers(GROUPS, 1),
         k_full=barriers(KEYS // size, STAGES),
         v_full=barriers(KEYS // size, STAGES),
         k_free=barriers(GROUPS, STAGES),
         v_free=barriers(GROUPS, STAGES),
-        turn=barriers(1, GROUPS),
         clean=barriers(GROUPS, 1),
     )
-    programs = min(programs, batch * heads * rows // TILE)
     run = gpu.kernel(
-        functools.partial(_kernel, programs=programs, interpret=interpret),
+        functools.partial(_kernel, interpret=interpret),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=list(shared),
-        grid=(programs,),
+        grid=(batch * heads * rows // TILE,),
         grid_names=("program",),
-        num_threads=GROUPS + 2,
+        num_threads=GROUPS + 1,
         thread_name="group",
         kernel_name="prefill_attention",
         # A barrier before every copy would cost more than a copy of a page: who reads, writes
@@ -125,133 +113,91 @@ def launch(q, k_pool, v_pool, table, limits, common, top, *, programs: int, inte
     return run(q, k_pool, v_pool, table, limits, common, top)
 
 
-def _kernel(*refs, programs: int, interpret: bool):
+def _kernel(*refs, interpret: bool):
     from sparse_loop_jax.kernels.prefill_attention.mosaic_attend import attend_tile
 
     inputs = Inputs(*refs[: len(Inputs._fields)])
     shared = Shared(*refs[len(Inputs._fields) :])
     group = lax.axis_index("group")
+    tile = _tile(inputs)
 
     @pl.when(group < GROUPS)
     def _():
         gpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        attend = functools.partial(attend_tile, inputs, shared, group, interpret=interpret)
-        _each_tile(inputs, programs, attend)
-        gpu.wait_smem_to_gmem(0)
+        attend_tile(inputs, shared, group, tile, interpret=interpret)
 
     @pl.when(group == GROUPS)
     def _():
         gpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        _copy_queries(inputs, shared, tile)
 
-        def copy(tile: Tile) -> None:
-            _copy_queries(inputs, shared, tile)
-            _copy_blocks(inputs, tile, inputs.k, shared.k, shared.k_full, shared.k_free)
+        @gpu.warp_map
+        def _(warp):
+            keys = inputs.k, shared.k, shared.k_full, shared.k_free
+            values = inputs.v, shared.v, shared.v_full, shared.v_free
+            for first, kind in ((0, keys), (WARPS, values)):
 
-        tiles, blocks = _each_tile(inputs, programs, copy)
-        _await_last(shared.q_free, tiles, 2)
-        _await_last(shared.k_free, blocks, STAGES)
-
-    @pl.when(group == GROUPS + 1)
-    def _():
-        gpu.set_max_registers(COPY_REGISTERS, action="decrease")
-
-        def copy(tile: Tile) -> None:
-            _copy_blocks(inputs, tile, inputs.v, shared.v, shared.v_full, shared.v_free)
-
-        _, blocks = _each_tile(inputs, programs, copy)
-        _await_last(shared.v_free, blocks, STAGES)
+                @pl.when((first <= warp) & (warp < first + WARPS))
+                def _(first=first, kind=kind):
+                    _copy_blocks(inputs, tile, warp - first, *kind)
 
 
-def _each_tile(inputs: Inputs, programs: int, work: Callable[[Tile], None]):
-    """Calls `work` with each tile of this program, the longest first.
-
-    Returns how many tiles and blocks of keys there were, int32 [] each.
-    """
-    batch, rows, heads, _ = inputs.q.shape
+def _tile(inputs: Inputs) -> Tile:
+    """The tile of this program: the longest of a request begin first, whatever their head."""
+    rows, heads = inputs.q.shape[1:3]
     tiles = rows // TILE
-    count = batch * heads * tiles
     program = lax.axis_index("program")
-    number = functools.partial(jnp.int32)
-
-    def one(turn, carry):
-        # Back and forth, so that who gets the longest of one turn gets the shortest of the
-        # next. A tile's length falls with its number.
-        forth = lax.rem(turn, number(2)) == 0
-        item = turn * programs + jnp.where(forth, program, programs - 1 - program)
-
-        def live(_, carry):
-            done, before = carry
-            request = lax.rem(lax.div(item, number(heads)), number(batch))
-            rank = tiles - 1 - lax.div(item, number(heads * batch))
-            tile = Tile(
-                number=done,
-                request=request,
-                row=rank * TILE,
-                head=lax.rem(item, number(heads)),
-                shared=lax.div(inputs.common[request, rank], number(KEYS)),
-                steps=lax.div(inputs.top[request, rank] + (KEYS - 1), number(KEYS)),
-                before=before,
-            )
-            work(tile)
-            return done + 1, before + tile.steps
-
-        return lax.fori_loop(0, (item < count).astype(jnp.int32), live, carry)
-
-    return lax.fori_loop(0, -(-count // programs), one, (number(0), number(0)))
+    head = lax.rem(program, jnp.int32(heads))
+    rank = tiles - 1 - lax.rem(lax.div(program, jnp.int32(heads)), jnp.int32(tiles))
+    request = lax.div(program, jnp.int32(tiles * heads))
+    return Tile(
+        request=request,
+        row=rank * TILE,
+        head=head,
+        shared=lax.div(inputs.common[request, rank], jnp.int32(KEYS)),
+        steps=lax.div(inputs.top[request, rank] + (KEYS - 1), jnp.int32(KEYS)),
+    )
 
 
-def slot_of(block: jax.Array) -> jax.Array:
-    """Where the program's `block`-th block of keys, and of values, lies."""
-    return lax.rem(block, jnp.int32(STAGES))
+def slot_of(step: jax.Array) -> jax.Array:
+    """Where in shared memory the keys and values of a step are."""
+    return lax.rem(step, jnp.int32(STAGES))
 
 
 def _copy_queries(inputs: Inputs, shared: Shared, tile: Tile) -> None:
-    """Copies a tile's queries into shared memory, once there is room."""
-
-    @pl.when(tile.number >= 2)
-    def _():
-        gpu.barrier_wait(shared.q_free.at[tile.place])
-
     for group in range(GROUPS):
         rows = pl.ds(tile.row + group * ROWS, ROWS)
-        gpu.copy_gmem_to_smem(
-            inputs.q.at[tile.request, rows, tile.head],
-            shared.q.at[tile.place, group],
-            shared.q_full.at[tile.place],
-        )
+        q = inputs.q.at[tile.request, rows, tile.head]
+        gpu.copy_gmem_to_smem(q, shared.q.at[group], shared.q_full)
 
 
-def _copy_blocks(inputs: Inputs, tile: Tile, pool, buffer, full, free) -> None:
-    """Copies the blocks of a tile's keys, or of its values, as room gets free."""
+def _copy_blocks(inputs: Inputs, tile: Tile, warp, pool, buffer, full, free) -> None:
+    """One of the WARPS warps that copy a tile's keys, or its values, as room gets free."""
     heads, kv_heads, size = inputs.q.shape[2], *pool.shape[1:3]
     pages = KEYS // size
     kv_head = lax.div(tile.head, jnp.int32(heads // kv_heads))
+    each = max(pages // WARPS, 1)
 
     def copy_block(step, _):
-        block = tile.before + step
-        slot = slot_of(block)
+        slot = slot_of(step)
         # Read before there is room, so that the copies need not wait for them.
-        ids = [inputs.table[tile.request, step * pages + i] for i in range(pages)]
+        places = [warp * each + i for i in range(each)]
+        block = tile.steps - 1 - step
+        ids = [inputs.table[tile.request, block * pages + place] for place in places]
 
-        @pl.when(block >= STAGES)
+        @pl.when(step >= STAGES)
         def _():
             gpu.barrier_wait(free.at[slot])
 
-        for i, page in enumerate(ids):
-            part = buffer.at[slot, pl.ds(i * size, size)]
+        for place, page in zip(places, ids, strict=True):
+            part = buffer.at[slot, pl.ds(place * size, size)]
             gpu.copy_gmem_to_smem(pool.at[page, kv_head], part, full.at[slot])
 
-    lax.fori_loop(0, tile.steps, copy_block, None)
+    def await_reader(step, _):  # who waits on a barrier sees all of its phases
+        gpu.barrier_wait(free.at[slot_of(step)])
 
+    def copy():
+        lax.fori_loop(0, tile.steps, copy_block, None)
+        lax.fori_loop(jnp.maximum(tile.steps - STAGES, 0), tile.steps, await_reader, None)
 
-def _await_last(free, done: jax.Array, count: int) -> None:
-    """Waits for what the copies did not: who waits on barriers sees all of their phases.
-
-    Args:
-      free: `count` barriers that take turns; `done` times one was to be completed.
-    """
-
-    def wait(number, _):
-        gpu.barrier_wait(free.at[lax.rem(number, jnp.int32(count))])
-
-    lax.fori_loop(jnp.maximum(done - count, 0), done, wait, None)
+    pl.when(warp * each < pages)(copy)
