@@ -136,7 +136,7 @@ def test_muon_levels_the_singular_values_of_matrices_alone(small):
     )
 
     def first_step(rule) -> Any:
-        transform = state.make_optimizer(params, rule)
+        transform = state.make_optimizer(params, state.Optimizer(rule))
         still = jax.tree.map(jnp.zeros_like, params)  # nothing to decay
         return transform.update(gradient, transform.init(params), still)[0]
 

@@ -91,7 +91,7 @@ def training(settings: dict, log: Sequence[dict], manifest: dict) -> str:
     )
     steps, seconds, tokens = (done[-1][name] for name in ("step", "seconds", "tokens"))
     staged = mixture["per_loop"]
-    rule = {"adamw": "AdamW", "muon": "Muon and AdamW"}[settings["optimizer"]]
+    rule = {"adamw": "AdamW", "muon": "Muon and AdamW"}[settings["optimizer"]["rule"]]
     objective = (
         "Ouro's: the cross-entropy expected over the exit distribution of the gate, minus "
         f"{settings['objective']['entropy']:g} of that distribution's entropy"

@@ -19,7 +19,7 @@ from sparse_loop_jax.models.params import param_shapes
 from . import corpus as corpora
 from .objective import Batch, Objective
 from .options import add_options, config_of, schedule_of, settings_of
-from .state import make_optimizer
+from .state import Optimizer, make_optimizer
 from .train import train_step
 
 
@@ -38,7 +38,7 @@ def operations(config: OuroConfig, length: int, *, remat: bool) -> float:
 
 
 def memory(
-    config: OuroConfig, objective: Objective, rule: str, rows: int, length: int
+    config: OuroConfig, objective: Objective, rule: Optimizer, rows: int, length: int
 ) -> dict[str, int]:
     """Bytes of one step: `arguments` (weights, optimiser, batch) and `temporary`."""
     leaf = jax.ShapeDtypeStruct
@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         line = f"until {stage.until:.0%}: {rows} x {length}, {each / 1e6:.0f} MFLOP a token, "
         line += f"{each * rows * length / 1e12:.1f} TFLOP a step"
         if not args.no_memory:
-            planned = memory(config, objective, settings["optimizer"], rows, length)
+            planned = memory(
+                config, objective, Optimizer(**settings["optimizer"]), rows, length
+            )
             line += "".join(
                 f", {name} {size / 2**30:.2f} GiB" for name, size in planned.items()
             )

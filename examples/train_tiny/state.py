@@ -35,16 +35,35 @@ class TrainState:
     tokens: int  # trained on
 
 
-def make_optimizer(params: OuroParams, rule: str) -> optax.GradientTransformation:
-    """Clipping to a norm of 1, AdamW (0.9, 0.95) or Muon, and decay 0.1 of matrices.
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """How weights follow gradients.
 
-    The learning rate is left to the step: updates are subtracted times it. Tables and vectors
-    are not decayed.
+    Attributes:
+      rule: "adamw" (0.9, 0.95), or "muon" (Jordan et al. 2024): matrices move along their
+        momentum with its singular values made equal, scaled to the root mean square of an Adam
+        step (Liu et al. 2025, arXiv 2502.16982); tables and vectors are Adam's, with Nesterov
+        momentum.
+      decay: of matrices, as a part of the learning rate. Tables and vectors are not decayed.
 
-    Args:
-      rule: "adamw", or "muon" (Jordan et al. 2024): matrices move along their momentum with
-        its singular values made equal, scaled to the root mean square of an Adam step (Liu et
-        al. 2025, arXiv 2502.16982); tables and vectors are Adam's, with Nesterov momentum.
+    Raises:
+      ValueError: another rule, or a decay below 0.
+    """
+
+    rule: str = "muon"
+    decay: float = 0.1
+
+    def __post_init__(self):
+        if self.rule not in ("adamw", "muon"):
+            raise ValueError(f"the optimizer is adamw or muon, got {self.rule!r}")
+        if not self.decay >= 0:
+            raise ValueError(f"--weight-decay must be at least 0, got {self.decay}")
+
+
+def make_optimizer(params: OuroParams, optimizer: Optimizer) -> optax.GradientTransformation:
+    """Clipping of gradients to a norm of 1, and `optimizer`.
+
+    The learning rate is left to the step: updates are subtracted times it.
     """
 
     def is_matrix(path, leaf):
@@ -52,7 +71,7 @@ def make_optimizer(params: OuroParams, rule: str) -> optax.GradientTransformatio
 
     matrices = jax.tree_util.tree_map_with_path(is_matrix, params)
     move = optax.scale_by_adam(b1=0.9, b2=0.95)
-    if rule == "muon":
+    if optimizer.rule == "muon":
         numbers = optax.contrib.MuonDimensionNumbers()
         move = optax.contrib.muon(
             -1.0,  # it turns the sign as well
@@ -63,9 +82,8 @@ def make_optimizer(params: OuroParams, rule: str) -> optax.GradientTransformatio
                 lambda matrix: numbers if matrix else None, matrices
             ),
         )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), move, optax.add_decayed_weights(0.1, matrices)
-    )
+    decay = optax.add_decayed_weights(optimizer.decay, matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), move, decay)
 
 
 def save(state: TrainState, directory: Path, settings: dict) -> None:
@@ -121,7 +139,7 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
         )
     shapes = param_shapes(config, "float32")
     expected = jax.eval_shape(
-        lambda p: (p, make_optimizer(p, settings["optimizer"]).init(p)), shapes
+        lambda p: (p, make_optimizer(p, Optimizer(**settings["optimizer"])).init(p)), shapes
     )
     wanted, structure = jax.tree.flatten(expected)
     leaves = [np.load(source / f"{index:03d}.npy") for index in range(len(wanted))]

@@ -33,7 +33,7 @@ from .objective import Batch, Objective, loss_and_metrics
 from .options import add_options, config_of, schedule_of, settings_of
 from .schedule import Schedule
 from .scoring import quick_look, rounded_list
-from .state import TrainState, make_optimizer, restore, save
+from .state import Optimizer, TrainState, make_optimizer, restore, save
 
 
 @functools.partial(
@@ -42,7 +42,7 @@ from .state import TrainState, make_optimizer, restore, save
     donate_argnames=("params", "optimizer"),
 )
 def train_step(
-    params, optimizer, batch: Batch, rate, *, config: OuroConfig, objective, rule: str
+    params, optimizer, batch: Batch, rate, *, config: OuroConfig, objective, rule: Optimizer
 ):
     """One update: new weights, new optimiser state, and metrics, loss and norm among them."""
     compute = jax.value_and_grad(loss_and_metrics, has_aux=True)
@@ -75,7 +75,7 @@ class Run:
     mixture: Mixture
     schedule: Schedule
     corpus: corpora.Corpus
-    rule: str  # of the optimiser
+    rule: Optimizer
     seed: int
     every: int  # steps between lines of the log
 
@@ -198,7 +198,7 @@ def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
     if folder.exists():
         raise ValueError(f"{args.out} has a run in it: resume it (--resume) or name another")
     params = initial_params(config, jax.random.key(args.seed))
-    transform = make_optimizer(params, settings["optimizer"])
+    transform = make_optimizer(params, Optimizer(**settings["optimizer"]))
     return TrainState(params, transform.init(params), 0, 0.0, 0)
 
 
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         Mixture(**settings["mixture"]),
         schedule,
         corpus,
-        settings["optimizer"],
+        Optimizer(**settings["optimizer"]),
         args.seed,
         args.log_every,
     )
