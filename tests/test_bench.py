@@ -96,6 +96,15 @@ def test_a_second_benchmark_goes_into_the_same_file(tmp_path):
     assert {name: part["rows"][0]["x"] for name, part in data.items()} == {"a": 3, "b": 2}
 
 
+def test_what_was_not_measured_is_null_in_the_file(tmp_path):
+    file = tmp_path / "bench.json"
+    report.write_json(file, "a", [{"x": float("nan"), "y": "text", "z": None}], {})
+    assert "NaN" not in file.read_text()
+    assert json.loads(file.read_text())["a"]["rows"] == [{"x": None, "y": "text", "z": None}]
+    with pytest.raises(ValueError, match="JSON"):
+        report.write_json(file, "a", [{"x": float("inf")}], {})
+
+
 def test_cases_are_read():
     assert parse_cases("1x1024, 8x64") == [(1, 1024), (8, 64)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,6 +198,28 @@ def _passes(case, out) -> bool:
 
 
 # The kernel of Mosaic --------------------------------------------------------------------
+
+
+@needs_mosaic
+@pytest.mark.parametrize("broken", [False, True])
+def test_copies_do_not_race_with_readers(case_of, monkeypatch, broken):
+    callbacks = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+    from sparse_loop_jax.kernels.prefill_attention import mosaic_attend
+
+    watched = functools.partial(pallas_mosaic.interpreter, detect_races=True)
+    monkeypatch.setattr(pallas_mosaic, "interpreter", watched)
+    if broken:  # what is read and written in shared memory is never handed to the copies
+        monkeypatch.setattr(mosaic_attend.gpu, "commit_smem", lambda: None)
+    mosaic._run.clear_cache()
+    case = case_of(chunk(700), heads=1)
+    try:
+        out = mosaic.prefill_attention_mosaic(*case.args)
+        check(case, out)
+        found = callbacks.get_races().races_found
+    except jax.errors.JaxRuntimeError:  # what a race is in JAX 0.12
+        found = True
+    mosaic._run.clear_cache()
+    assert found is broken
 
 
 @needs_mosaic

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--synthetic", type=float, default=0.5, help="where a stage has none")
     run.add_argument("--paper-weight", type=float, default=0.1)
     run.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
-    run.add_argument("--weight-decay", type=float, default=0.1, help="of matrices")
+    run.add_argument("--weight-decay", type=float, default=0.6, help="of matrices")
     run.add_argument(
         "--hop-targets", choices=["staged", "final"], default="staged",
         help="what shallow loops are asked in several-hop questions: one step a loop, or what "

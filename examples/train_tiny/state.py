@@ -51,7 +51,7 @@ class Optimizer:
     """
 
     rule: str = "muon"
-    decay: float = 0.1
+    decay: float = 0.6
 
     def __post_init__(self):
         if self.rule not in ("adamw", "muon"):

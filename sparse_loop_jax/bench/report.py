@@ -32,11 +32,17 @@ def note(line: str) -> None:
 
 
 def write_json(path: str | Path, benchmark: str, rows: Sequence[Row], setup: dict) -> None:
-    """Adds this benchmark's rows to a JSON file, in place of older ones of its name."""
+    """Adds this benchmark's rows to a JSON file, in place of older ones of its name.
+
+    A NaN, which stands for what was not measured, is null there: JSON has no NaN.
+    """
     path = Path(path)
     data = json.loads(path.read_text()) if path.exists() else {}
-    data[benchmark] = {"setup": setup, "rows": list(rows)}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    measured = [
+        {name: None if value != value else value for name, value in row.items()} for row in rows
+    ]
+    data[benchmark] = {"setup": setup, "rows": measured}
+    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def _cell(value: Any) -> str:

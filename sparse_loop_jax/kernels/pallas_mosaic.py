@@ -38,11 +38,11 @@ def _capability() -> str:
     return str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
 
 
-def interpreter() -> Any:
+def interpreter(**options: Any) -> Any:
     """What `mosaic_gpu.kernel` takes as `interpret` to run a kernel without a GPU."""
     from jax.experimental.pallas import mosaic_gpu
 
-    return mosaic_gpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
+    return mosaic_gpu.InterpretGPUParams(**options)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

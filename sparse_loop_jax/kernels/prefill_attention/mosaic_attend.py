@@ -141,7 +141,9 @@ def _add_values(here: _Group, step, sums: _Sums) -> jax.Array:
 
 def _dot(weights: jax.Array, values) -> jax.Array:
     """The interpreter has no product of registers with shared memory."""
-    return jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+    product = jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+    gpu.commit_smem()  # a copy follows what threads, not the matrix units, have read
+    return product
 
 
 # Blocks that all rows see -----------------------------------------------------------------
