@@ -1,4 +1,4 @@
-"""Checks the kernels of sparse decoding on the device at hand, then times them.
+"""Checks the kernels of sparse decoding on the device at hand.
 
     python benchmarks/check_sparse_kernels.py            # a CUDA device; two minutes
     python benchmarks/check_sparse_kernels.py --implementation triton    # with jax-triton
@@ -17,42 +17,28 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from check_kernels import PAGE, TOLERANCE, Case, Report, error, make_case
+from check_selections import (
+    RETENTIONS,
+    TABLES,
+    check_selection,
+    kept_count,
+    sorted_selection,
+)
+from checking import TOLERANCE, Case, Report, add_options, error, make_case, run_groups
 
-from sparse_loop_jax.bench import measure
-from sparse_loop_jax.bench.attention import Options, bench_attention
-from sparse_loop_jax.bench.report import print_table
 from sparse_loop_jax.kernels.capture_attention import capture_attention, capture_into
 from sparse_loop_jax.kernels.capture_attention.xla import selected_probabilities
 from sparse_loop_jax.kernels.paged_attention import paged_attention
 from sparse_loop_jax.kernels.paged_attention.pallas import scored_attention
-from sparse_loop_jax.kernels.select_keys import select_keys
 from sparse_loop_jax.kernels.sparse_attention import sparse_attention
 from sparse_loop_jax.kernels.sparse_attention.xla import gather_keys
-from sparse_loop_jax.kernels.workloads import AttentionWorkload
 
-RETENTIONS = (None, 0.1, 1.0)  # None: a single key
-# Lengths of rows by the width of their table of scores: each layout, and each of its paths.
-TABLES = {
-    5: (5, 1),
-    127: (127, 124),
-    2048: (2048, 1030),
-    8192: (8192, 5000),
-    16384: (16384, 9217, 8200),
-    32768: (32765,),
-    40000: (40000,),
-    65536: (65536, 32778),
-}
 # Query heads per kv head, head size, dtype, rows of a request.
 CASES = (
     (1, 128, "bfloat16", 4),
@@ -66,60 +52,6 @@ LENGTHS = (0, 1, 2, 17, 300, 5000, 32768)
 MASS = 2e-5
 # By how much a true score that is not kept may exceed a kept one: rounding of the scores.
 SCORE = 1e-4
-WORKLOADS = ((32, 32768, 1), (1, 32768, 1), (8, 8192, 4))
-
-
-def kept_count(length: int, retention: float | None) -> int:
-    share = 1 if retention is None else math.ceil(length * retention)
-    return min(length, max(1, share))
-
-
-def sorted_selection(scores: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the `count` largest: NaN last, equal ones by position."""
-    missing = np.isnan(scores)
-    order = np.lexsort((np.arange(len(scores)), -np.where(missing, 0, scores), missing))
-    return np.sort(order[:count])
-
-
-def awkward_rows(span: int) -> np.ndarray:
-    """Rows of scores on which selections have gone wrong elsewhere."""
-    rng = np.random.default_rng(span)
-    rows = rng.standard_normal((14, span)).astype(np.float32)
-    rows[1] = np.round(rows[1] * 2) / 2  # thousands of equal scores
-    rows[2] = 1.0
-    rows[3] = np.where(rows[3] > 0, 0.0, -0.0)
-    rows[4, ::3] = np.nan
-    rows[5, ::3] = -np.nan
-    rows[6] = np.nan
-    rows[7, ::2] = np.inf
-    rows[8, 1::2] = -np.inf
-    rows[9] = -65504 - np.abs(rows[9]) * 100
-    rows[10] *= 1e-42  # denormal
-    rows[11] *= 1e36
-    rows[12] = np.arange(span)
-    rows[13, 0] = 1e5  # one key far above the rest, as an attention sink is
-    return rows
-
-
-def check_selection(report: Report, implementation: str, span: int, lengths) -> None:
-    rows = awkward_rows(span)
-    for length in lengths:
-        wrong = []
-        for retention in RETENTIONS:
-            count = kept_count(length, retention)
-            out = select_keys(
-                jnp.asarray(rows),
-                jnp.full(len(rows), length, jnp.int32),
-                jnp.full(len(rows), count, jnp.int32),
-                capacity=span,
-                implementation=implementation,
-            )
-            for i, (row, got) in enumerate(zip(rows, np.asarray(out), strict=True)):
-                want = np.zeros(span, np.int64)
-                want[:count] = sorted_selection(row[:length], count)
-                if not np.array_equal(got, want):
-                    wrong.append((i, count))
-        report(f"select {length} of {span}", not wrong, f"row, count: {wrong[:5]}")
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "implementation"))
@@ -338,59 +270,30 @@ def check_large_pool(report: Report, small: bool, implementation: str) -> None:
     check_consume(report, name, case, counts, captured, "bfloat16", implementation)
 
 
-def jobs(report: Report, small: bool, implementation: str) -> Iterator[Callable[[], None]]:
-    """The checks, those first that take longest or would be missed most."""
-    for shape in CASES[-2:] if small else CASES:
-        yield functools.partial(check_case, report, small, implementation, shape)
-    yield functools.partial(check_large_pool, report, small, implementation)
-    for span, lengths in TABLES.items():
-        if not small or span < 1000:
-            yield functools.partial(check_selection, report, implementation, span, lengths)
-
-
-def time_kernels(small: bool, implementation: str) -> None:
-    """Each op against the bytes that it has to read and against dense attention."""
-    shapes = ((2, 4 * PAGE, 1), (1, 2 * PAGE, 4)) if small else WORKLOADS
-    rows = bench_attention(
-        [AttentionWorkload(batch=b, context=c, rows=n) for b, c, n in shapes],
-        retentions=[0.1],
-        options=Options(implementation=implementation),
-    )
-    print_table("sparse kernels, retention 0.1", rows, measure.setup_info())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks the sparse kernels on this device.")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, anywhere")
+    add_options(parser, seconds=90)
     parser.add_argument("--implementation", default="pallas", choices=("pallas", "triton"))
-    parser.add_argument("--no-times", action="store_true", help="only the checks")
-    parser.add_argument(
-        "--seconds", type=float, default=90, help="begin nothing after so many (default 90)"
-    )
     options = parser.parse_args()
-    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
-    start = time.perf_counter()
-    report = Report()
-
-    def run(job: Callable[[], None]) -> bool:
-        if time.perf_counter() - start > options.seconds:
-            return False
-        job()
-        return True
-
-    with ThreadPoolExecutor(min(6, os.cpu_count() or 1)) as pool:
-        begun = list(pool.map(run, jobs(report, options.small, options.implementation)))
-    took = time.perf_counter() - start
-    passed, left = report.count - len(report.failed), begun.count(False)
-    print(
-        f"{options.implementation}: {passed} of {report.count} checks passed, "
-        f"{len(report.failed)} failed; {left} of {len(begun)} groups left out; {took:.0f} s"
+    small, implementation = options.small, options.implementation
+    # Those first that take longest or would be missed most.
+    groups = {
+        f"case {shape}": functools.partial(
+            check_case, small=small, implementation=implementation, shape=shape
+        )
+        for shape in (CASES[-2:] if small else CASES)
+    }
+    groups["pool"] = functools.partial(
+        check_large_pool, small=small, implementation=implementation
     )
-    for name in report.failed:
-        print(f"FAILED  {name}")
-    if not options.no_times and took < options.seconds:
-        time_kernels(options.small, options.implementation)
-    return 1 if report.failed or not all(begun) else 0
+    for span, lengths in TABLES.items():
+        if not small or span < 1000:
+            groups[f"select {span}"] = functools.partial(
+                check_selection, implementation=implementation, span=span, lengths=lengths
+            )
+    print(f"implementation: {implementation}")
+    threads = min(6, os.cpu_count() or 1)
+    return run_groups({}, groups, threads=threads, seconds=options.seconds, only=options.only)
 
 
 if __name__ == "__main__":
