@@ -246,6 +246,17 @@ def test_mosaic_is_for_hopper(case_of, monkeypatch):
         prefill_attention(*case_of(chunk(0)).args, implementation="mosaic")
 
 
+@needs_mosaic
+@pytest.mark.parametrize(("version", "broken"), [(12070, False), (12080, True), (13000, False)])
+def test_mosaic_makes_way_where_the_compiler_is_at_fault(case_of, monkeypatch, version, broken):
+    monkeypatch.setattr(pallas_mosaic, "_cuda_version", lambda: version)
+    if broken:
+        with pytest.raises(NotImplementedError, match=r"ptxas of CUDA 12\.8 miscompiles"):
+            pallas_mosaic.require_hopper()
+    else:
+        pallas_mosaic.require_hopper()
+
+
 def test_mosaic_needs_a_jax_that_knows_it(case_of, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     with pytest.raises(NotImplementedError, match=r"need JAX 0\.11"):

@@ -14,6 +14,9 @@ from typing import Any
 import jax
 
 OLDEST_JAX = (0, 11)  # the first whose interpreter knows what the kernels use
+# From the first to before the second, JAX's own `attention_mgpu` refuses to mask: a fault of
+# CUDA's compiler.
+BROKEN_CUDA = (12080, 12091)
 
 
 def require_hopper() -> None:
@@ -29,6 +32,12 @@ def require_hopper() -> None:
         raise NotImplementedError(
             f"kernels by Mosaic are for Hopper, compute capability 9: {capability}"
         )
+    version = _cuda_version()
+    if BROKEN_CUDA[0] <= version < BROKEN_CUDA[1]:
+        raise NotImplementedError(
+            f"ptxas of CUDA {version // 1000}.{version % 1000 // 10} miscompiles masked "
+            "attention by Mosaic: use CUDA 13 (jax[cuda13]), or 12.9.1 and later"
+        )
 
 
 @functools.cache
@@ -36,6 +45,19 @@ def _capability() -> str:
     if jax.default_backend() != "gpu":
         return "9.0"
     return str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
+
+
+@functools.cache
+def _cuda_version() -> int:
+    """1000 * major + 10 * minor of the CUDA runtime; 0 where none is known."""
+    if jax.default_backend() != "gpu":
+        return 0
+    try:  # JAX has no public name for it
+        from jax._src.lib import cuda_versions
+
+        return int(cuda_versions.cuda_runtime_get_version())  # pyright: ignore
+    except (ImportError, AttributeError):
+        return 0
 
 
 def interpreter(**options: Any) -> Any:
