@@ -130,6 +130,7 @@ def test_every_option_is_of_a_benchmark_and_says_its_default(capsys):
     ("arguments", "message"),
     [
         (["--shape", "huge"], "--shape must be one of"),
+        (["--cases", ""], "--cases are BATCHxTOKENS like 8x1024, got ''"),
         (["--rows", "4"], "--rows is for bench attention, and bench decode would not use it"),
         (["--no-warm-up"], "--no-warm-up is for bench serve"),
         (["--steps", "0"], "--steps and --repeats must be >= 1"),

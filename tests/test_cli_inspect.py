@@ -104,10 +104,10 @@ def test_bad_memory_sizes(text, capsys):
     assert f"memory must be a size like 80GiB or 141GB, got {text!r}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", [0, -16])
+@pytest.mark.parametrize("size", [0, -16, 3])
 def test_a_bad_page_size(size, capsys):
     assert main(["inspect", f"--page-size={size}"]) == 2
-    assert f"page-size must be at least 1, got {size}" in capsys.readouterr().err
+    assert f"--page-size must be a power of two, got {size}" in capsys.readouterr().err
 
 
 def test_the_device_is_asked_for_its_memory(capsys, monkeypatch):

@@ -214,6 +214,9 @@ def test_close_in_the_middle_lets_go_of_everything(make_engine, requests, steps)
     gc.collect()
     assert len(jax.live_arrays()) == before
     _assert_nothing_held(engine)
+    counted = engine.metrics()
+    ended = sum(counted[f"requests_finished_{how}"] for how in ("stop", "length", "abort"))
+    assert ended == len(requests[0])
     for use in (
         engine.step,
         lambda: engine.add_request("a", [1]),

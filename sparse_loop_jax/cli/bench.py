@@ -27,8 +27,8 @@ _DEFAULT_CASES = {
 
 def run(args: argparse.Namespace) -> int:
     bench_options.complete(args)
-    text = args.cases or _DEFAULT_CASES.get(args.benchmark, "")
-    cases = parse_cases(text) if text else []
+    text = _DEFAULT_CASES.get(args.benchmark) if args.cases is None else args.cases
+    cases = [] if text is None else parse_cases(text)
     retentions = parse_retentions(args.retentions) if args.retentions else []
     for retention in retentions:
         if not 0 < retention <= 1:
@@ -226,7 +226,7 @@ def parse_rows(text: str) -> list[int]:
       ValueError: a part is no positive integer.
     """
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
-        raise ValueError(f"rows are positive integers like 1,4, got {text!r}")
+        raise ValueError(f"--rows are positive integers like 1,4, got {text!r}")
     return sorted(int(part) for part in text.split(","))
 
 
@@ -240,6 +240,6 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)\s*", part)
         if match is None:
-            raise ValueError(f"cases are BATCHxTOKENS like 8x1024, got {part!r}")
+            raise ValueError(f"--cases are BATCHxTOKENS like 8x1024, got {part!r}")
         cases.append((int(match[1]), int(match[2])))
     return cases

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.page_size < 1:
-        raise ValueError(f"page-size must be at least 1, got {args.page_size}")
+    if args.page_size < 1 or args.page_size & (args.page_size - 1):
+        raise ValueError(f"--page-size must be a power of two, got {args.page_size}")
     if args.memory is None:
         sizes = _COMMON_SIZES
     else:

@@ -80,7 +80,9 @@ class ServingLoop:
         return outputs
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Lets go of everything; requests that have not ended count as aborted."""
+        live = sum(r.status is not Status.FINISHED for r in self.requests.values())
+        self.metrics.add(requests_finished_abort=live)
         self.executor.close()
         self.scheduler.reset()
         self.requests.clear()
