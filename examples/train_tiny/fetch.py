@@ -13,6 +13,13 @@ from pathlib import Path
 from .sources import Source
 
 CLIENTS = {"pypi": "pip", "npm": "npm", "debian": "apt-get"}
+# What may help where a client fails.
+HINTS = {
+    "pypi": "see that pip reaches PyPI",
+    "npm": "see that npm reaches its registry",
+    "debian": "run apt-get update first (on Debian 12), or take that version's file from "
+    "snapshot.debian.org",
+}
 
 
 def command(source: Source) -> list[str]:
@@ -48,7 +55,8 @@ def fetch(source: Source, cache: Path) -> Path:
             )
             if done.returncode:
                 raise ValueError(
-                    f"{' '.join(command(source))} failed: {done.stderr.strip()[-500:]}"
+                    f"{' '.join(command(source))} failed: {done.stderr.strip()[-500:]}; "
+                    f"{HINTS[source.registry]}, or leave the source out (--without {source.name})"
                 )
             directory.mkdir(exist_ok=True)
             for file in Path(temporary).iterdir():
