@@ -56,7 +56,8 @@ def fetch(source: Source, cache: Path) -> Path:
             if done.returncode:
                 raise ValueError(
                     f"{' '.join(command(source))} failed: {done.stderr.strip()[-500:]}; "
-                    f"{HINTS[source.registry]}, or leave the source out (--without {source.name})"
+                    f"{HINTS[source.registry]}, or leave the source out "
+                    f"(--without {source.name})"
                 )
             directory.mkdir(exist_ok=True)
             for file in Path(temporary).iterdir():
