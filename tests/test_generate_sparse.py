@@ -269,14 +269,21 @@ def test_every_variant_is_dense_attention_when_all_keys_are_kept(
 def test_the_named_implementation_is_the_one_that_runs(load_gold, monkeypatch):
     gold, calls = load_gold("mha"), []
 
-    def counting(*args, **kwargs):
-        calls.append(1)
-        return paged_attention.get("xla")(*args, **kwargs)
+    def counting(op):
+        def count(*args, **kwargs):
+            calls.append((op.name, args[0].shape[1]))
+            return op.get("xla")(*args, **kwargs)
 
-    for op in (paged_attention, *OTHER_OPS):
+        return count
+
+    for op in OTHER_OPS:
         monkeypatch.setitem(op.implementations, "counting", op.get("xla"))
-    monkeypatch.setitem(paged_attention.implementations, "counting", counting)
-    slj.generate(
+    for op in (paged_attention, prefill_attention):
+        monkeypatch.setitem(op.implementations, "counting", counting(op))
+    out = slj.generate(
         gold.model(), [[1, 2]], max_new_tokens=3, sparse=_config(0.3), implementation="counting"
     )
-    assert calls
+    # Prompts, in chunks of 32 at least, have an op of their own.
+    assert {name for name, rows in calls if rows == 1} == {"paged_attention"}
+    assert {name for name, rows in calls if rows > 1} == {"prefill_attention"}
+    assert out.stats.implementations["prefill_attention"] == "counting"

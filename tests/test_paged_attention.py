@@ -82,6 +82,13 @@ def test_other_page_sizes(attend, paged_case, page_size):
     check(case, attend(*case.args))
 
 
+def test_rows_see_no_more_than_the_table_holds(attend, paged_case):
+    case = paged_case([[32, 31], [9, 10]], max_pages=2)
+    held = attend(*case.args)
+    beyond = case.replace(lengths=jnp.where(case.lengths == 32, 1000, case.lengths))
+    np.testing.assert_array_equal(attend(*beyond.args), held)
+
+
 # What must not be read -------------------------------------------------------------------
 
 

@@ -93,6 +93,23 @@ def test_several_blocks_that_all_rows_see(attend, case_of):
     check(case, attend(*case.args))
 
 
+@pytest.mark.parametrize("first", [127, 128, 129])
+def test_blocks_that_all_rows_just_see_or_just_do_not(attend, case_of, first):
+    case = case_of(chunk(first - 1))
+    finite = jnp.nan_to_num(case.k_pool, nan=0.5), jnp.nan_to_num(case.v_pool, nan=0.5)
+    case = case.replace(k_pool=finite[0], v_pool=finite[1])
+    check(case, attend(*case.args))
+
+
+def test_rows_see_no_more_than_the_table_holds(attend, case_of):
+    case = case_of(chunk(0, 60), max_pages=12)  # 192 tokens
+    beyond = case.replace(lengths=jnp.where(case.lengths > 180, 1000, case.lengths))
+    held = case.replace(lengths=jnp.where(case.lengths > 180, 192, case.lengths))
+    fill = {name: jnp.nan_to_num(getattr(case, name), nan=0.5) for name in ("k_pool", "v_pool")}
+    out, want = (attend(*c.replace(**fill).args) for c in (beyond, held))
+    np.testing.assert_array_equal(out, want)
+
+
 def test_padding_and_whole_tiles_of_it_are_dead(attend, case_of):
     lengths = chunk(300, 0, rows=2 * ROWS, live=60)
     lengths[1] = chunk(0, rows=2 * ROWS, live=200)[0]
@@ -135,11 +152,19 @@ def test_a_row_never_reads_what_only_its_neighbour_sees(attend, case_of, pool, v
         assert not np.isfinite(out[0, row].astype(np.float32)).all(), row
 
 
-def test_a_nan_that_all_rows_see_is_not_hidden(attend, case_of):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_all_rows_see_and_is_not_finite_is_not_hidden(attend, case_of, value):
     clean = case_of(chunk(200))
-    poisoned = clean.v_pool.at[clean.page_table[0, 2], 0, 1, 3].set(jnp.nan)
+    poisoned = clean.v_pool.at[clean.page_table[0, 2], 0, 1, 3].set(value)
     out = np.asarray(attend(*clean.replace(v_pool=poisoned).args)).astype(np.float32)
-    assert np.isnan(out[0, :, :, 3]).all()
+    assert not np.isfinite(out[0, :, :, 3]).any()
+
+
+def test_lengths_below_zero_are_dead(attend, case_of):
+    case = case_of(chunk(0, 150))
+    below = case.replace(lengths=case.lengths.at[0].set(-300))
+    dead = case.replace(lengths=case.lengths.at[0].set(0))
+    np.testing.assert_array_equal(attend(*below.args), attend(*dead.args))
 
 
 # Independence ----------------------------------------------------------------------------
@@ -228,7 +253,7 @@ def test_copies_do_not_race_with_readers(case_of, monkeypatch, broken):
         ({"head_dim": 32}, r"head_dim must be one of \(64, 128\), got 32"),
         ({"page_size": 4}, "page_size must be one of .*, got 4"),
         ({"page_size": 256}, "page_size must be one of .*, got 256"),
-        ({"rows": 100}, "rows must be a multiple of 128, got 100"),
+        ({"rows": 100}, "rows must be a multiple of 128, of one request at least: 1 x 100"),
     ],
     ids=str,
 )
@@ -240,6 +265,19 @@ def test_mosaic_says_what_it_does_not_serve(case_of, options, message):
 
 
 @needs_mosaic
+def test_mosaic_refuses_shapes_that_do_not_fit(case_of):
+    q, k, v, table, lengths = case_of(chunk(0, 150)).args
+    wrong = {
+        "q .* does not fit pools": [(q, k, v[:, :, :8], table, lengths)],
+        "lengths must be": [(q, k, v, table, lengths[:1]), (q, k, v, table[:1], lengths)],
+    }
+    for message, cases in wrong.items():
+        for args in cases:
+            with pytest.raises(ValueError, match=message):
+                prefill_attention(*args, implementation="mosaic")
+
+
+@needs_mosaic
 def test_mosaic_is_for_hopper(case_of, monkeypatch):
     monkeypatch.setattr(pallas_mosaic, "_capability", lambda: "10.0")
     with pytest.raises(NotImplementedError, match=r"for Hopper, compute capability 9: 10\.0"):
@@ -247,11 +285,15 @@ def test_mosaic_is_for_hopper(case_of, monkeypatch):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("version", "broken"), [(12070, False), (12080, True), (13000, False)])
+@pytest.mark.parametrize(
+    ("version", "broken"), [(12070, False), (12080, True), (12090, True), (13000, False)]
+)
 def test_mosaic_makes_way_where_the_compiler_is_at_fault(case_of, monkeypatch, version, broken):
     monkeypatch.setattr(pallas_mosaic, "_cuda_version", lambda: version)
     if broken:
-        with pytest.raises(NotImplementedError, match=r"ptxas of CUDA 12\.8 miscompiles"):
+        with pytest.raises(
+            NotImplementedError, match=r"ptxas of CUDA 12\.[89] miscompiles .*: use CUDA 13"
+        ):
             pallas_mosaic.require_hopper()
     else:
         pallas_mosaic.require_hopper()

@@ -204,9 +204,9 @@ def _noting_implementations(spec: DecodeSpec, prompt: bool) -> Iterator[None]:
 
 
 def implementations(spec: DecodeSpec) -> dict[str, str]:
-    """The implementation that served each op in the rounds of `spec`; empty before them.
+    """The implementation that served each op in the rounds of `spec`.
 
-    And `prefill_attention`, of the last chunk length of prompts that was compiled.
+    And `prefill_attention`, in the program of prompts that was traced last.
     """
     served = dict(_served.get(spec, {}))
     if served:

@@ -25,7 +25,8 @@ class GenerateStats:
       compile_seconds, compilations: what JAX compiled during the call.
       kv_cache_bytes, reference_store_bytes: as allocated.
       peak_bytes: of the first device since the process began; None where it is not known.
-      implementations: what served each op of the decode loop, by the op's name.
+      implementations: what served each op of the decode loop, by the op's name, and
+        `prefill_attention` in the program of prompts that was traced last.
       rounds: steps of the decode loop; one token each without speculation.
       discarded_rounds: of a stream, rounds that were submitted ahead and not read, because
         every request had finished before them; no other count has them.

@@ -36,7 +36,7 @@ def require_hopper() -> None:
     if BROKEN_CUDA[0] <= version < BROKEN_CUDA[1]:
         raise NotImplementedError(
             f"ptxas of CUDA {version // 1000}.{version % 1000 // 10} miscompiles masked "
-            "attention by Mosaic: use CUDA 13 (jax[cuda13]), or 12.9.1 and later"
+            "attention by Mosaic: use CUDA 13 (jax[cuda13])"
         )
 
 

@@ -24,13 +24,15 @@ def paged_attention_xla(
       k_pool, v_pool: `[pages, kv_heads, page_size, head_dim]` of one layer.
       page_table: int32 `[B, max_pages]`; page ids of this loop's plane, in token order.
         Entries past a request's length may be anything.
-      lengths: int32 `[B, n]`; keys visible to each row, 0 for a dead row.
+      lengths: int32 `[B, n]`; keys visible to each row, 0 for a dead row, and no more than
+        the table holds.
 
     Returns:
       `[B, n, heads, head_dim]` in the dtype of q: softmax(q k / sqrt(head_dim)) v with
       scores, softmax and sums in float32. Dead rows give zeros. Nothing beyond a row's
       length is read into the result, whatever it holds; where a visible value is not
-      finite, the row's heads that share it are NaN.
+      finite, the row's heads that share it are NaN. (A kernel may keep the columns that such
+      a value is not in, and give what the sum gives, infinity or NaN, in the one that it is.)
     """
     batch, rows, heads, dim = q.shape
     k = gather_pages(k_pool, page_table)  # [B, S, kv_heads, head_dim]
@@ -41,7 +43,8 @@ def paged_attention_xla(
     # Zero times NaN is NaN, and a row may see fewer keys than its neighbour: what is not
     # finite stays out of the product and comes back only in the rows that see it.
     finite = jnp.isfinite(v).all(axis=-1)  # [B, S, kv_heads]
-    first_bad = jnp.min(jnp.where(finite, span, positions[None, :, None]), axis=1)
+    never = jnp.iinfo(jnp.int32).max
+    first_bad = jnp.min(jnp.where(finite, never, positions[None, :, None]), axis=1)
     poisoned = first_bad[:, None] < lengths[..., None]  # [B, n, kv_heads]
     v = jnp.where(finite[..., None], v.astype(jnp.float32), 0)
     grouped = q.reshape(batch, rows, kv_heads, heads // kv_heads, dim)

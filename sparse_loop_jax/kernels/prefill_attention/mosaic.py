@@ -31,9 +31,18 @@ def prefill_attention_mosaic(
     Raises:
       NotImplementedError: no Hopper, a JAX older than 0.11, or a dtype, head size, page size
         or number of rows that the kernel does not serve.
+      ValueError: shapes that do not fit each other.
     """
     pallas_mosaic.require_hopper()
-    rows, dim, size = q.shape[1], q.shape[-1], k_pool.shape[2]
+    batch, rows, heads, dim = q.shape
+    _, kv_heads, size, _ = k_pool.shape
+    if k_pool.shape != v_pool.shape or k_pool.shape[3] != dim or heads % kv_heads:
+        raise ValueError(f"q {q.shape} does not fit pools {k_pool.shape} and {v_pool.shape}")
+    if lengths.shape != (batch, rows) or page_table.shape[0] != batch:
+        raise ValueError(
+            f"lengths must be [{batch}, {rows}] and the page table [{batch}, pages], got "
+            f"{lengths.shape} and {page_table.shape}"
+        )
     dtypes = {array.dtype for array in (q, k_pool, v_pool)}
     if len(dtypes) > 1 or dtypes.isdisjoint({jnp.dtype("bfloat16"), jnp.dtype("float16")}):
         names = sorted(map(str, dtypes))
@@ -42,8 +51,10 @@ def prefill_attention_mosaic(
         raise NotImplementedError(f"head_dim must be one of {HEAD_DIMS}, got {dim}")
     if size not in PAGE_SIZES:
         raise NotImplementedError(f"page_size must be one of {PAGE_SIZES}, got {size}")
-    if rows == 0 or rows % TILE:
-        raise NotImplementedError(f"rows must be a multiple of {TILE}, got {rows}")
+    if batch == 0 or rows == 0 or rows % TILE:
+        raise NotImplementedError(
+            f"rows must be a multiple of {TILE}, of one request at least: {batch} x {rows}"
+        )
     return _run(
         q,
         k_pool,
@@ -60,7 +71,7 @@ def _run(q, k_pool, v_pool, page_table, lengths, *, interpret: bool):
 
     batch, rows = lengths.shape
     size = k_pool.shape[2]
-    limits = jnp.minimum(lengths, page_table.shape[1] * size)
+    limits = jnp.clip(lengths, 0, page_table.shape[1] * size)
     tiles = limits.reshape(batch, rows // TILE, TILE)
     top = tiles.max(axis=-1)
     # What every live row of a tile sees; a dead one computes there too, and is dropped.

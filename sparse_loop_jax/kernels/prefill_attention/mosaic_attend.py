@@ -260,6 +260,7 @@ def _store(inputs: Inputs, here: _Group, rows, sums: _Sums) -> None:
     total = jnp.where(here.limits > 0, sums.total, jnp.float32(1))
     out = sums.acc * _spread(1 / total, sums.acc.shape)
     out = jnp.where(_spread(here.limits, out.shape) > 0, out, jnp.float32(0))
+    gpu.commit_smem()  # read by all threads' products before any of them writes
     here.q[...] = out.astype(here.q.dtype)
     gpu.commit_smem()
     tile = here.tile
