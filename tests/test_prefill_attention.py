@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +28,43 @@ needs_mosaic = pytest.mark.skipif(
 )
 
 
+# The interpreter of Mosaic runs warpgroups as threads that wait for each other, in a pool of as
+# many threads as there are processors: with one they wait for ever. So it has a process of its
+# own, with a pool that is large enough.
+OWN_PROCESS = "SPARSE_LOOP_INTERPRETS_MOSAIC"
+
+
+@pytest.fixture
+def interpreter():
+    """For tests that run the kernel of Mosaic."""
+    if jax.default_backend() != "gpu" and OWN_PROCESS not in os.environ:
+        pytest.skip("in test_mosaic_in_a_process_of_its_own")
+
+
+@needs_mosaic
+@pytest.mark.skipif(OWN_PROCESS in os.environ, reason="this is that process")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="it is not interpreted here")
+def test_mosaic_in_a_process_of_its_own():
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        [*command, "-k", "mosaic or race"],
+        env=kept | {OWN_PROCESS: "1", "NPROC": "16"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 25
+
+
 @pytest.fixture(params=sorted(prefill_attention.implementations))
 def attend(request, bind):
+    if request.param == "mosaic":
+        request.getfixturevalue("interpreter")
     return bind(prefill_attention, request.param)
 
 
@@ -227,7 +266,7 @@ def _passes(case, out) -> bool:
 
 @needs_mosaic
 @pytest.mark.parametrize("broken", [False, True])
-def test_copies_do_not_race_with_readers(case_of, monkeypatch, broken):
+def test_copies_do_not_race_with_readers(interpreter, case_of, monkeypatch, broken):
     callbacks = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
     from sparse_loop_jax.kernels.prefill_attention import mosaic_attend
 
