@@ -368,6 +368,19 @@ class PagedCase:
     def replace(self, **changes) -> PagedCase:
         return dataclasses.replace(self, **changes)
 
+    def attention(self) -> np.ndarray:
+        """softmax(q k / sqrt(d)) v of each row over its own keys, [B, n, heads, d] float64."""
+        q, lengths = np.asarray(self.q, np.float64), np.asarray(self.lengths)
+        group = q.shape[2] // self.k.shape[2]
+        seen = np.arange(self.k.shape[1]) < lengths[..., None]  # [B, n, S]
+        k, v = (np.nan_to_num(x).repeat(group, axis=2) for x in (self.k, self.v))
+        scores = np.einsum("bnhd,bshd->bnhs", q, k) / np.sqrt(q.shape[-1])
+        scores = np.where(seen[:, :, None], scores, -np.inf)
+        dead = ~seen.any(axis=-1)[..., None, None]
+        weights = np.exp(scores - np.where(dead, 0, scores.max(axis=-1, keepdims=True)))
+        total = np.where(dead, 1, weights.sum(axis=-1, keepdims=True))
+        return np.einsum("bnhs,bshd->bnhd", weights / total, v)
+
 
 @pytest.fixture(scope="session")
 def paged_case():

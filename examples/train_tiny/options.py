@@ -14,7 +14,7 @@ from .lexicon import END
 from .network import default_attention
 from .objective import Objective
 from .schedule import STAGES, Schedule, Stage, parse_stages
-from .state import Optimizer
+from .state import RULES, Optimizer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--entropy", type=float, default=0.1)
     run.add_argument("--synthetic", type=float, default=0.5, help="where a stage has none")
     run.add_argument("--paper-weight", type=float, default=0.1)
-    run.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
-    run.add_argument("--weight-decay", type=float, default=0.6, help="of matrices")
+    run.add_argument("--optimizer", choices=RULES, default=Optimizer.rule)
+    run.add_argument("--weight-decay", type=float, default=Optimizer.decay, help="of matrices")
     run.add_argument(
         "--hop-targets", choices=["staged", "final"], default="staged",
         help="what shallow loops are asked in several-hop questions: one step a loop, or what "

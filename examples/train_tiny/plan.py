@@ -19,7 +19,7 @@ from sparse_loop_jax.models.params import param_shapes
 from . import corpus as corpora
 from .objective import Batch, Objective
 from .options import add_options, config_of, schedule_of, settings_of
-from .state import Optimizer, make_optimizer
+from .state import Optimizer, make_optimizer, optimizer_of
 from .train import train_step
 
 
@@ -81,9 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         line = f"until {stage.until:.0%}: {rows} x {length}, {each / 1e6:.0f} MFLOP a token, "
         line += f"{each * rows * length / 1e12:.1f} TFLOP a step"
         if not args.no_memory:
-            planned = memory(
-                config, objective, Optimizer(**settings["optimizer"]), rows, length
-            )
+            planned = memory(config, objective, optimizer_of(settings), rows, length)
             line += "".join(
                 f", {name} {size / 2**30:.2f} GiB" for name, size in planned.items()
             )

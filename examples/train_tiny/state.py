@@ -35,6 +35,9 @@ class TrainState:
     tokens: int  # trained on
 
 
+RULES = ("adamw", "muon")
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """How weights follow gradients.
@@ -54,10 +57,15 @@ class Optimizer:
     decay: float = 0.6
 
     def __post_init__(self):
-        if self.rule not in ("adamw", "muon"):
-            raise ValueError(f"the optimizer is adamw or muon, got {self.rule!r}")
+        if self.rule not in RULES:
+            raise ValueError(f"the optimizer is one of {RULES}, got {self.rule!r}")
         if not self.decay >= 0:
             raise ValueError(f"--weight-decay must be at least 0, got {self.decay}")
+
+
+def optimizer_of(settings: dict) -> Optimizer:
+    """The optimizer of a run's settings."""
+    return Optimizer(**settings["optimizer"])
 
 
 def make_optimizer(params: OuroParams, optimizer: Optimizer) -> optax.GradientTransformation:
@@ -139,7 +147,7 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
         )
     shapes = param_shapes(config, "float32")
     expected = jax.eval_shape(
-        lambda p: (p, make_optimizer(p, Optimizer(**settings["optimizer"])).init(p)), shapes
+        lambda p: (p, make_optimizer(p, optimizer_of(settings)).init(p)), shapes
     )
     wanted, structure = jax.tree.flatten(expected)
     leaves = [np.load(source / f"{index:03d}.npy") for index in range(len(wanted))]

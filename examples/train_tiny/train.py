@@ -33,7 +33,7 @@ from .objective import Batch, Objective, loss_and_metrics
 from .options import add_options, config_of, schedule_of, settings_of
 from .schedule import Schedule
 from .scoring import quick_look, rounded_list
-from .state import Optimizer, TrainState, make_optimizer, restore, save
+from .state import Optimizer, TrainState, make_optimizer, optimizer_of, restore, save
 
 
 @functools.partial(
@@ -198,7 +198,7 @@ def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
     if folder.exists():
         raise ValueError(f"{args.out} has a run in it: resume it (--resume) or name another")
     params = initial_params(config, jax.random.key(args.seed))
-    transform = make_optimizer(params, Optimizer(**settings["optimizer"]))
+    transform = make_optimizer(params, optimizer_of(settings))
     return TrainState(params, transform.init(params), 0, 0.0, 0)
 
 
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         Mixture(**settings["mixture"]),
         schedule,
         corpus,
-        Optimizer(**settings["optimizer"]),
+        optimizer_of(settings),
         args.seed,
         args.log_every,
     )
