@@ -121,7 +121,7 @@ def test_as_a_module_and_as_a_script():
     for command in ([sys.executable, "-m", "sparse_loop_jax"], [str(script)]):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True)
         assert done.returncode == 2
-        assert done.stderr == "sparse-loop: error: page-size must be at least 1, got 0\n"
+        assert done.stderr == "sparse-loop: error: --page-size must be a power of two, got 0\n"
 
 
 def test_conversion_starts_no_accelerator(load_gold, tmp_path):

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from sparse_loop_jax.bench import model, report
 
     if args.shape not in model.SHAPES:
-        raise ValueError(f"shape must be one of {sorted(model.SHAPES)}, got {args.shape!r}")
+        raise ValueError(f"--shape must be one of {sorted(model.SHAPES)}, got {args.shape!r}")
     _check_implementation(args)
     if args.benchmark == "tune":
         return _tune(args, cases)

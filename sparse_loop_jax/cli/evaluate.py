@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     check_directory("json", args.json)
     check_directory("plot", args.plot)
     if args.questions is not None and args.questions < 1:
-        raise ValueError(f"questions must be at least 1, got {args.questions}")
+        raise ValueError(f"--questions must be at least 1, got {args.questions}")
     text, tasks, names = _read_inputs(args)
 
     import sparse_loop_jax as slj
