@@ -157,6 +157,17 @@ class Gold:
         """`<name>_sparse_r<retention>.npz`, for 0.02, 0.1, 0.25, 0.5 and 1."""
         return _read_npz(f"{self.name}_sparse_r{retention:g}.npz")
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Both prompts."""
+        return [self.dense[f"{name}_input_ids"].tolist() for name in ("p0", "p1")]
+
+    def tokens(self, retention: float | None = None) -> list[list[int]]:
+        """The greedy tokens after both prompts, dense where `retention` is None."""
+        found = self.dense if retention is None else self.sparse(retention)
+        name = "gen_tokens" if retention is None else "tokens"
+        return [found[f"{prompt}_{name}"].tolist() for prompt in ("p0", "p1")]
+
 
 @functools.cache
 def _read_npz(name: str) -> dict[str, np.ndarray]:

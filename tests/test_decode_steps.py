@@ -18,7 +18,7 @@ from sparse_loop_jax.kernels.paged_attention.xla import gather_pages
 
 
 def _start(gold, **options):
-    prompts = [gold.dense["p0_input_ids"].tolist(), gold.dense["p1_input_ids"].tolist()]
+    prompts = gold.prompts
     return slj.start(gold.model(), prompts, max_new_tokens=32, eos_token_id=[], **options)
 
 
@@ -148,7 +148,7 @@ def compiled_step(request, load_gold):
     if request.param == "decode_tokens":
         options["sparse"] = slj.SparseDecodeConfig(key_retention=0.25)
         options["speculative"] = slj.SpeculativeConfig(2, draft_loops=1)
-    prompts = [gold.dense["p0_input_ids"].tolist(), gold.dense["p1_input_ids"].tolist()]
+    prompts = gold.prompts
     params, state, _ = slj.start(
         _one_layer(gold), prompts, max_new_tokens=32, eos_token_id=[], **options
     )

@@ -23,7 +23,7 @@ def gold(load_gold):
 def _start(gold, **options):
     return slj.start(
         gold.model(),
-        [gold.dense["p0_input_ids"].tolist(), gold.dense["p1_input_ids"].tolist()],
+        gold.prompts,
         max_new_tokens=32,
         eos_token_id=[],
         **options,

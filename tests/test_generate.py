@@ -29,12 +29,8 @@ def bundled():
     return slj.load(dtype="float32")
 
 
-def _prompts(gold):
-    return [gold.dense["p0_input_ids"].tolist(), gold.dense["p1_input_ids"].tolist()]
-
-
 def test_greedy_tokens_equal_the_golden_ones(gold):
-    out = slj.generate(gold.model(), _prompts(gold), max_new_tokens=32, eos_token_id=[])
+    out = slj.generate(gold.model(), gold.prompts, max_new_tokens=32, eos_token_id=[])
     assert out.token_ids[0] == gold.dense["p0_gen_tokens"].tolist()
     assert out.token_ids[1] == gold.dense["p1_gen_tokens"].tolist()
     assert out.finish_reasons == ["length", "length"]
@@ -42,9 +38,7 @@ def test_greedy_tokens_equal_the_golden_ones(gold):
 
 
 def test_bfloat16_differs_from_float32_only_on_small_margins(gold):
-    out = slj.generate(
-        gold.model("bfloat16"), _prompts(gold), max_new_tokens=32, eos_token_id=[]
-    )
+    out = slj.generate(gold.model("bfloat16"), gold.prompts, max_new_tokens=32, eos_token_id=[])
     for name, ids in zip(("p0", "p1"), out.token_ids, strict=True):
         want = gold.dense[f"{name}_gen_tokens"].tolist()
         if ids != want:
@@ -161,7 +155,7 @@ def test_what_another_thread_compiles_is_not_counted():
 
 def test_every_stop_token_stops(gold):
     model = gold.model()
-    prompt, want = _prompts(gold)[0], gold.dense["p0_gen_tokens"].tolist()
+    prompt, want = gold.prompts[0], gold.dense["p0_gen_tokens"].tolist()
     for place in (0, 1, 7):
         first = want.index(want[place])
         out = slj.generate(
@@ -174,7 +168,7 @@ def test_every_stop_token_stops(gold):
 
 
 def test_one_request_stops_while_another_goes_on(gold):
-    prompts = _prompts(gold)
+    prompts = gold.prompts
     stop = int(gold.dense["p0_gen_tokens"][3])
     out = slj.generate(gold.model(), prompts, max_new_tokens=32, eos_token_id=stop)
     for name, ids, reason in zip(("p0", "p1"), out.token_ids, out.finish_reasons, strict=True):
@@ -184,7 +178,7 @@ def test_one_request_stops_while_another_goes_on(gold):
 
 
 def test_each_prompt_may_have_its_own_limit(gold):
-    out = slj.generate(gold.model(), _prompts(gold), max_new_tokens=[1, 5], eos_token_id=[])
+    out = slj.generate(gold.model(), gold.prompts, max_new_tokens=[1, 5], eos_token_id=[])
     assert out.token_ids[0] == gold.dense["p0_gen_tokens"][:1].tolist()
     assert out.token_ids[1] == gold.dense["p1_gen_tokens"][:5].tolist()
 
@@ -208,7 +202,7 @@ def test_text_in_text_out(bundled):
 
 @pytest.mark.parametrize("threshold", [0.5, 0.9])
 def test_the_exit_threshold_chooses_the_published_readout(gold, threshold):
-    model, prompt = gold.model(), _prompts(gold)[1]
+    model, prompt = gold.model(), gold.prompts[1]
     out = slj.generate(model, [prompt], max_new_tokens=1, exit_threshold=threshold)
     logits = gold.dense[f"p1_exit{threshold}_logits"][-1]
     assert out.token_ids == [[int(np.argmax(logits))]]
@@ -219,10 +213,10 @@ def test_a_threshold_of_one_never_leaves_early(gold):
     params = gold.params
     bias = jnp.full_like(params.exit_gate_bias, 100.0)
     model = slj.Ouro(gold.config, params=_replace(params, exit_gate_bias=bias))
-    out = slj.generate(model, _prompts(gold)[:1], max_new_tokens=8, eos_token_id=[])
+    out = slj.generate(model, gold.prompts[:1], max_new_tokens=8, eos_token_id=[])
     assert out.token_ids == [gold.dense["p0_gen_tokens"][:8].tolist()]
     early = slj.generate(
-        model, _prompts(gold)[:1], max_new_tokens=8, eos_token_id=[], exit_threshold=0.99
+        model, gold.prompts[:1], max_new_tokens=8, eos_token_id=[], exit_threshold=0.99
     )
     assert early.token_ids != out.token_ids
 
@@ -234,7 +228,7 @@ def _replace(params, **changes):
 
 
 def test_stats_count_what_was_done(gold):
-    out = slj.generate(gold.model(), _prompts(gold), max_new_tokens=8, eos_token_id=[])
+    out = slj.generate(gold.model(), gold.prompts, max_new_tokens=8, eos_token_id=[])
     config = gold.config
     assert out.stats.prompt_tokens == 49
     assert out.stats.generated_tokens == 16

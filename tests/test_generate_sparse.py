@@ -19,10 +19,6 @@ OTHER_OPS = (prefill_attention, capture_attention, capture_into, sparse_attentio
 RETENTIONS = (0.02, 0.1, 0.25, 0.5)
 
 
-def _prompts(gold):
-    return [gold.dense["p0_input_ids"].tolist(), gold.dense["p1_input_ids"].tolist()]
-
-
 def _config(retention, **changes):
     return slj.SparseDecodeConfig(key_retention=retention, **changes)
 
@@ -30,7 +26,7 @@ def _config(retention, **changes):
 def _start(gold, retention, **options):
     return slj.start(
         gold.model(),
-        _prompts(gold),
+        gold.prompts,
         max_new_tokens=32,
         eos_token_id=[],
         sparse=_config(retention),
@@ -42,7 +38,7 @@ def _start(gold, retention, **options):
 def test_greedy_tokens_equal_the_golden_ones(gold, retention):
     out = slj.generate(
         gold.model(),
-        _prompts(gold),
+        gold.prompts,
         max_new_tokens=32,
         eos_token_id=[],
         sparse=_config(retention),
@@ -53,7 +49,7 @@ def test_greedy_tokens_equal_the_golden_ones(gold, retention):
     layers = gold.config.num_hidden_layers
     assert out.stats.captured_rows == 2 * 31 * layers
     assert out.stats.consumed_rows == 2 * 31 * layers * 2
-    lengths = [len(p) + 1 + s for p in _prompts(gold) for s in range(31)]
+    lengths = [len(p) + 1 + s for p in gold.prompts for s in range(31)]
     kept = np.concatenate([want["p0_k"], want["p1_k"]])
     assert out.stats.keys_dense == 4 * sum(lengths)
     assert out.stats.keys_read == 2 * sum(lengths) + 2 * kept.sum()
@@ -64,9 +60,9 @@ def test_greedy_tokens_equal_the_golden_ones(gold, retention):
 def test_retention_one_is_the_dense_path(load_gold, dtype, compile_counter):
     gold = load_gold("mha")
     options = {"max_new_tokens": 32, "eos_token_id": []}
-    dense = slj.generate(gold.model(dtype), _prompts(gold), **options)
+    dense = slj.generate(gold.model(dtype), gold.prompts, **options)
     with compile_counter() as compiled:
-        out = slj.generate(gold.model(dtype), _prompts(gold), sparse=_config(1.0), **options)
+        out = slj.generate(gold.model(dtype), gold.prompts, sparse=_config(1.0), **options)
     assert out.token_ids == dense.token_ids
     assert compiled.count == 0, compiled  # not a program like it: the same one
     assert out.stats.reference_store_bytes == 0
@@ -76,9 +72,9 @@ def test_retention_one_is_the_dense_path(load_gold, dtype, compile_counter):
 def test_another_retention_of_the_bucket_compiles_nothing(load_gold, compile_counter):
     gold = load_gold("mha")
     options = {"max_new_tokens": 32, "eos_token_id": []}
-    slj.generate(gold.model(), _prompts(gold), sparse=_config(0.4), **options)
+    slj.generate(gold.model(), gold.prompts, sparse=_config(0.4), **options)
     with compile_counter() as compiled:
-        out = slj.generate(gold.model(), _prompts(gold), sparse=_config(0.5), **options)
+        out = slj.generate(gold.model(), gold.prompts, sparse=_config(0.5), **options)
     assert compiled.count == 0, compiled
     assert out.token_ids[1] == gold.sparse(0.5)["p1_tokens"].tolist()
 
@@ -134,7 +130,7 @@ def test_dead_requests_capture_nothing(load_gold):
     gold = load_gold("mha")
     params, state, _ = slj.start(
         gold.model(),
-        [*_prompts(gold), [5]],
+        [*gold.prompts, [5]],
         max_new_tokens=[8, 8, 1],
         eos_token_id=[],
         sparse=_config(0.1),
@@ -172,8 +168,8 @@ def test_capturing_changes_nothing_of_what_goes_on(load_gold):
     gold = load_gold("mha")
     model = gold.model("bfloat16")
     options = {"max_new_tokens": 4, "eos_token_id": []}
-    params, dense, _ = slj.start(model, _prompts(gold), **options)
-    _, sparse, _ = slj.start(model, _prompts(gold), sparse=_config(0.1), **options)
+    params, dense, _ = slj.start(model, gold.prompts, **options)
+    _, sparse, _ = slj.start(model, gold.prompts, sparse=_config(0.1), **options)
     rows = Rows(dense.position[:, None], jnp.ones((2, 1), bool))
     run = jax.jit(run_loops, static_argnames=("spec", "depths"))
     embedded = params.embed[dense.token][:, None]
@@ -217,7 +213,7 @@ def test_variants_run_and_differ_from_the_method(load_gold, config):
     results = []
     for sparse in (_config(0.25), config):
         params, state, _ = slj.start(
-            gold.model(), _prompts(gold), max_new_tokens=9, eos_token_id=[], sparse=sparse
+            gold.model(), gold.prompts, max_new_tokens=9, eos_token_id=[], sparse=sparse
         )
         _, output = slj.decode_step(params, state, slj.no_lease(state))
         assert int(output.counters.refused) == 0
@@ -230,7 +226,7 @@ def test_the_oracle_counts_as_reading_every_key(load_gold):
     gold = load_gold("mha")
     config = _config(0.25, mass_scaling="oracle")
     params, state, _ = slj.start(
-        gold.model(), _prompts(gold), max_new_tokens=9, eos_token_id=[], sparse=config
+        gold.model(), gold.prompts, max_new_tokens=9, eos_token_id=[], sparse=config
     )
     _, output = slj.decode_step(params, state, slj.no_lease(state))
     counted = output.counters.sparse
@@ -239,7 +235,7 @@ def test_the_oracle_counts_as_reading_every_key(load_gold):
 
 def _keys_seen(gold) -> int:
     """Keys that the first decoded rows of both prompts see."""
-    return sum(len(prompt) + 1 for prompt in _prompts(gold))
+    return sum(len(prompt) + 1 for prompt in gold.prompts)
 
 
 @pytest.mark.parametrize("variant", ["joint", "adjacent"])
@@ -254,7 +250,7 @@ def test_every_variant_is_dense_attention_when_all_keys_are_kept(
     )
     params, state, _ = slj.start(
         gold.model(),
-        _prompts(gold),
+        gold.prompts,
         max_new_tokens=9,
         eos_token_id=[],
         sparse=_config(0.5, variant=variant, capacity=64),

@@ -47,19 +47,13 @@ def _hidden(tree):
     return jax.tree.map(lambda leaf: leaf.hidden if isinstance(leaf, _Unread) else leaf, tree)
 
 
-def _prompts(gold):
-    return [gold.dense["p0_input_ids"].tolist(), gold.dense["p1_input_ids"].tolist()]
-
-
 @pytest.fixture(params=["dense", "sparse", "plain sparse"])
 def kind(request, load_gold):
     """Options of a way to decode, and its golden tokens."""
     gold = load_gold("mha")
     sparse = None if request.param == "dense" else slj.SparseDecodeConfig(key_retention=0.1)
     speculative = None if request.param == "plain sparse" else slj.SpeculativeConfig(3, 3)
-    source = gold.dense if sparse is None else gold.sparse(0.1)
-    name = "gen_tokens" if sparse is None else "tokens"
-    want = [source[f"{p}_{name}"].tolist() for p in ("p0", "p1")]
+    want = gold.tokens(None if sparse is None else 0.1)
     return {"sparse": sparse, "speculative": speculative}, want
 
 
@@ -70,7 +64,7 @@ def started(load_gold, kind):
     def start(**changes):
         options = {"max_new_tokens": 32, "eos_token_id": [], "outstanding_rounds": 2}
         gold = load_gold("mha")
-        return slj.start(gold.model(), _prompts(gold), **{**options, **kind[0], **changes})
+        return slj.start(gold.model(), gold.prompts, **{**options, **kind[0], **changes})
 
     return start, kind[1]
 
@@ -296,7 +290,7 @@ def test_streamed_tokens_are_the_generated_ones(load_gold, kind, ahead, order):
         pytest.skip("plain rounds are two ahead always")
     got, finished, stats = [[], []], {}, None
     for chunk in slj.stream(
-        gold.model(), _prompts(gold), max_new_tokens=32, eos_token_id=[], **options
+        gold.model(), gold.prompts, max_new_tokens=32, eos_token_id=[], **options
     ):
         assert chunk.index not in finished
         got[chunk.index] += chunk.token_ids
@@ -329,8 +323,8 @@ def test_the_stats_of_a_stream_are_those_of_generate(load_gold):
         "sparse": slj.SparseDecodeConfig(key_retention=0.1),
         "speculative": slj.SpeculativeConfig(3, 3),
     }
-    want = vars(slj.generate(gold.model(), _prompts(gold), **options).stats)
-    *_, last = slj.stream(gold.model(), _prompts(gold), **options)
+    want = vars(slj.generate(gold.model(), gold.prompts, **options).stats)
+    *_, last = slj.stream(gold.model(), gold.prompts, **options)
     got = vars(last.stats)
     assert got.keys() == want.keys()
     measured = {"compile_seconds", "compilations", "prefill_seconds", "decode_seconds"}
@@ -350,7 +344,7 @@ def test_retained_mass_is_of_emitted_rows_alone(load_gold):
         list(
             slj.stream(
                 gold.model(),
-                _prompts(gold),
+                gold.prompts,
                 max_new_tokens=32,
                 eos_token_id=[],
                 sparse=slj.SparseDecodeConfig(key_retention=0.1),
@@ -370,7 +364,7 @@ def test_retained_mass_is_the_golden_one(load_gold):
     gold = load_gold("mha")
     params, state, _ = slj.start(
         gold.model(),
-        _prompts(gold),
+        gold.prompts,
         max_new_tokens=32,
         eos_token_id=[],
         outstanding_rounds=2,
@@ -401,7 +395,7 @@ def test_a_stream_stops_at_a_stop_token_and_wastes_one_round_at_most(
     stop = want[0][9]
     chunks = list(
         slj.stream(
-            gold.model(), _prompts(gold)[:1], max_new_tokens=32, eos_token_id=stop, **options
+            gold.model(), gold.prompts[:1], max_new_tokens=32, eos_token_id=stop, **options
         )
     )
     ids = [t for chunk in chunks for t in chunk.token_ids]
