@@ -152,6 +152,30 @@ def test_muon_levels_the_singular_values_of_matrices_alone(small):
         np.testing.assert_allclose(step, step.max(), rtol=1e-2)
 
 
+@pytest.mark.parametrize("rule", state.RULES)
+def test_matrices_and_tables_have_a_decay_each(small, rule):
+    _, params, _ = small
+    gradient = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
+    )
+
+    def first_step(*decays) -> Any:
+        transform = state.make_optimizer(params, state.Optimizer(rule, *decays))
+        return transform.update(gradient, transform.init(params), params)[0]
+
+    pulled = jax.tree.map(jnp.subtract, first_step(0.5, 0.25), first_step(0.0, 0.0))
+    layer, of = pulled.layers[0], params.layers[0]
+    for name in ("qkv", "out", "gate_up", "down"):
+        np.testing.assert_allclose(getattr(layer, name), 0.5 * getattr(of, name), atol=1e-5)
+    for name in ("embed", "head"):
+        want = 0.25 * getattr(params, name)
+        np.testing.assert_allclose(getattr(pulled, name), want, atol=1e-5)
+    for free in (pulled.norm, pulled.exit_gate, pulled.exit_gate_bias, layer.input_norm):
+        np.testing.assert_array_equal(free, 0.0)
+    with pytest.raises(ValueError, match="--table-decay must be at least 0, got -1"):
+        state.Optimizer(rule, 0.1, -1.0)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path, monkeypatch):
     def broken(params, optimizer, batch, rate, *, config, objective, rule):
         return params, optimizer, {"loss": jnp.float32(np.nan)}
@@ -391,12 +415,16 @@ def measured(exported, corpus, tmp_path_factory) -> dict:
     return json.loads(path.read_text())
 
 
-def test_the_evaluation_measures_what_the_library_s_forward_gives(exported, measured):
+def test_the_evaluation_measures_what_the_library_s_forward_gives(
+    exported, measured, monkeypatch
+):
     model = slj.load(exported)
+    monkeypatch.setattr(evaluate, "TOKENS_AT_A_TIME", 64 * 5)  # the last group has fewer
     text = TEXT.read_text()[:2000]
     found = evaluate.measure_text(model, text, window=64)
     ids = np.asarray(model.tokenizer.encode(text).ids)
     windows = ids[: len(ids) // 64 * 64].reshape(-1, 64)
+    assert len(windows) % 5
     out = slj.forward(model, windows)
     log_p = jax.nn.log_softmax(out.logits[:, :, :-1], axis=-1)
     loss = -jnp.take_along_axis(log_p, jnp.asarray(windows)[None, :, 1:, None], axis=-1)

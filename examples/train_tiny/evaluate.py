@@ -57,14 +57,14 @@ def measure_text(model: Ouro, text: str, *, window: int) -> dict:
     windows = np.asarray(ids[: count * window], np.int32).reshape(count, window)
     losses, equal = [], []
     rows = min(count, max(1, TOKENS_AT_A_TIME // window))
-    for start in range(0, count - count % rows, rows):
+    for start in range(0, count, rows):  # fewer rows in the last group
         loss, token = score(
             model.params, model.config, objective_for(model), windows[start : start + rows]
         )
         losses.append(np.asarray(loss))
         equal.append(np.asarray(token[:-1] == token[-1:])[:, :, :-1])
     loss, agree = np.concatenate(losses, axis=1), np.concatenate(equal, axis=1)
-    scored = windows[: loss.shape[1], 1:]
+    scored = windows[:, 1:]
     size = sum(len(model.tokenizer.decode(row.tolist()).encode()) for row in scored)
     return {
         "tokens": int(scored.size),

@@ -1,4 +1,4 @@
-"""The paragraphs of each package, in the order of the text.
+"""The paragraphs of packages of several kinds, in the order of the text.
 
 Every reader takes the folder a package was unpacked into and yields documents: lists of raw
 paragraphs that belong together. `clean` makes prose of them.
@@ -79,28 +79,6 @@ def r_strings(raw: bytes) -> Iterator[str]:
         if length >= 0:  # -1 is NA
             yield raw[at : at + length].decode("utf-8", errors="replace")
             at += length
-
-
-def bible(root: Path) -> Iterator[Document]:
-    """A SWORD module: `.bzs` lists offset and size of each zlib block of `.bzz`, a book each.
-
-    The markup is OSIS: footnotes are dropped, verses run on, chapters part paragraphs where
-    nothing else does.
-    """
-    folder = the_folder(root, "engWEB2015eb")
-    for part in ("ot", "nt"):
-        index, blocks = ((folder / f"{part}.{end}").read_bytes() for end in ("bzs", "bzz"))
-        for offset, size, _ in struct.iter_unpack("<III", index):
-            if size:
-                book = zlib.decompress(blocks[offset : offset + size]).decode("utf-8")
-                yield osis_paragraphs(book)
-
-
-def osis_paragraphs(book: str) -> Document:
-    """The text of an OSIS book."""
-    book = re.sub(r"<note\b.*?</note>|<title\b.*?</title>", " ", book, flags=re.DOTALL)
-    book = re.sub(r"<(?:div|chapter|lg)\b[^>]*>|<l\b[^>]*/?>", "\n\n", book)
-    return blank_lines(re.sub(r"<[^>]+>", "", book))
 
 
 def wordnet(root: Path) -> Iterator[Document]:
@@ -187,11 +165,3 @@ def texts(value) -> Iterator[str]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from texts(item)
-
-
-READERS = {
-    reader.__name__: reader
-    for reader in (
-        addresses, austen, bible, wordnet, html_manual, factbook, mobydick, sawyer,
-    )
-}  # fmt: skip

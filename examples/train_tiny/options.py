@@ -18,7 +18,7 @@ from .state import RULES, Optimizer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `train`; the defaults are those of the bundled model."""
+    """The options of `train`."""
     files = parser.add_argument_group("files")
     files.add_argument("--corpus", type=Path, default=Path("out/corpus"))
     files.add_argument("--out", type=Path, default=Path("out/run"))
@@ -53,6 +53,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--paper-weight", type=float, default=0.1)
     run.add_argument("--optimizer", choices=RULES, default=Optimizer.rule)
     run.add_argument("--weight-decay", type=float, default=Optimizer.decay, help="of matrices")
+    run.add_argument(
+        "--table-decay", type=float, default=Optimizer.table_decay,
+        help="of the embedding and the head",
+    )  # fmt: skip
     run.add_argument(
         "--hop-targets", choices=["staged", "final"], default="staged",
         help="what shallow loops are asked in several-hop questions: one step a loop, or what "
@@ -112,7 +116,9 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
         "schedule": dataclasses.asdict(schedule)
         | {"stages": [dataclasses.asdict(stage) for stage in stages]},
         "mixture": dataclasses.asdict(mixture),
-        "optimizer": dataclasses.asdict(Optimizer(args.optimizer, args.weight_decay)),
+        "optimizer": dataclasses.asdict(
+            Optimizer(args.optimizer, args.weight_decay, args.table_decay)
+        ),
         "seed": args.seed,
     }
 

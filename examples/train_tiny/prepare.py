@@ -2,7 +2,7 @@
 
     python -m examples.train_tiny.prepare --out out/corpus
 
-This is the only part that needs a network; what it writes (some 30 MB) can be carried to a
+This is the only part that needs a network; what it writes (some 40 MB) can be carried to a
 machine without one.
 """
 
@@ -18,9 +18,10 @@ from sparse_loop_jax.data import tiny_ouro
 
 from . import corpus
 from .clean import clean, split, without_overlap
-from .extract import READERS, blank_lines
+from .extract import blank_lines
 from .fetch import fetch, unpack
 from .lexicon import train_tokenizer
+from .readers import READERS
 from .sources import SOURCES, Source
 
 HELD_OUT = 0.02

@@ -47,7 +47,8 @@ class Optimizer:
         momentum with its singular values made equal, scaled to the root mean square of an Adam
         step (Liu et al. 2025, arXiv 2502.16982); tables and vectors are Adam's, with Nesterov
         momentum.
-      decay: of matrices, as a part of the learning rate. Tables and vectors are not decayed.
+      decay, table_decay: of matrices, and of the embedding and the head, as parts of the
+        learning rate. Vectors are not decayed.
 
     Raises:
       ValueError: another rule, or a decay below 0.
@@ -55,12 +56,17 @@ class Optimizer:
 
     rule: str = "muon"
     decay: float = 0.6
+    table_decay: float = 0.1
 
     def __post_init__(self):
         if self.rule not in RULES:
             raise ValueError(f"the optimizer is one of {RULES}, got {self.rule!r}")
-        if not self.decay >= 0:
-            raise ValueError(f"--weight-decay must be at least 0, got {self.decay}")
+        for name, value in (
+            ("--weight-decay", self.decay),
+            ("--table-decay", self.table_decay),
+        ):
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
 
 
 def optimizer_of(settings: dict) -> Optimizer:
@@ -74,10 +80,15 @@ def make_optimizer(params: OuroParams, optimizer: Optimizer) -> optax.GradientTr
     The learning rate is left to the step: updates are subtracted times it.
     """
 
-    def is_matrix(path, leaf):
-        return leaf.ndim == 2 and path[-1].name not in ("embed", "head", "exit_gate")
+    def is_table(path, leaf):
+        return path[-1].name in ("embed", "head")
 
-    matrices = jax.tree_util.tree_map_with_path(is_matrix, params)
+    def is_matrix(path, leaf):
+        return leaf.ndim == 2 and not is_table(path, leaf) and path[-1].name != "exit_gate"
+
+    tables, matrices = (
+        jax.tree_util.tree_map_with_path(kind, params) for kind in (is_table, is_matrix)
+    )
     move = optax.scale_by_adam(b1=0.9, b2=0.95)
     if optimizer.rule == "muon":
         numbers = optax.contrib.MuonDimensionNumbers()
@@ -90,8 +101,12 @@ def make_optimizer(params: OuroParams, optimizer: Optimizer) -> optax.GradientTr
                 lambda matrix: numbers if matrix else None, matrices
             ),
         )
-    decay = optax.add_decayed_weights(optimizer.decay, matrices)
-    return optax.chain(optax.clip_by_global_norm(1.0), move, decay)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        move,
+        optax.add_decayed_weights(optimizer.decay, matrices),
+        optax.add_decayed_weights(optimizer.table_decay, tables),
+    )
 
 
 def save(state: TrainState, directory: Path, settings: dict) -> None:
