@@ -420,6 +420,16 @@ def test_a_tensor_that_the_index_does_not_know(sharded):
         load_huggingface(sharded)
 
 
+def test_a_tensor_in_two_files(sharded):
+    first, last = min(sharded.glob("*.safetensors")), max(sharded.glob("*.safetensors"))
+    (name, *_) = load_file(first)
+    edit(last, lambda tensors: tensors.update({name: np.zeros(1, np.float32)}))
+    with pytest.raises(
+        ValueError, match=f"{name} is in {last.name} as well as in {first.name}"
+    ):
+        load_huggingface(sharded)
+
+
 def test_disagreements_are_listed_up_to_a_bound(sharded):
     first = min(sharded.glob("*.safetensors"))
     many = {f"stray{i}": np.zeros(1, np.float32) for i in range(230)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from sparse_loop_jax.evaluate.inputs import (
     evenly,
     rolling_windows,
 )
+from sparse_loop_jax.models import OURO_1_4B
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +131,11 @@ def test_bad_retentions(mute, retentions, message):
 
 def test_retentions_share_a_capacity():
     sparse = slj.SparseDecodeConfig(sink_keys=2)
-    assert at_retention(sparse, 0.1, 300).capacity == 512
-    assert at_retention(sparse, 0.1, 300).sink_keys == 2
-    assert at_retention(sparse, 1.0, 300).is_dense
+    assert at_retention(sparse, 0.1, 300, OURO_1_4B).capacity == 512
+    assert at_retention(sparse, 0.1, 300, OURO_1_4B).sink_keys == 2
+    assert at_retention(sparse, 1.0, 300, OURO_1_4B).is_dense
     own = slj.SparseDecodeConfig(capacity=40)
-    assert at_retention(own, 0.1, 300).capacity == 40
+    assert at_retention(own, 0.1, 300, OURO_1_4B).capacity == 40
 
 
 TEXT = "some text that is long enough for a window"
@@ -154,7 +157,7 @@ TEXT = "some text that is long enough for a window"
         ({"window": 16.0}, "window must be an integer >= 2, got 16.0"),
         ({"prefix": 0}, "prefix must be an integer >= 1, got 0"),
         ({"prefix": 16}, "prefix 16 leaves nothing of a window of 16 to decode"),
-        ({"windows": 0}, "the number of windows must be an integer >= 1, got 0"),
+        ({"windows": 0}, "windows must be an integer >= 1, got 0"),
         ({"inside_windows": -1}, "inside_windows must be an integer >= 0, got -1"),
         ({"batch": 0}, "batch must be an integer >= 1, got 0"),
         ({"prompts": -1}, "prompts must be an integer >= 0, got -1"),
@@ -198,3 +201,51 @@ def test_a_question_beyond_the_context(model):
     questions = read_questions(f'{{"prompt": "{"a" * 510}", "answer": "bcd"}}')
     with pytest.raises(ValueError, match="question 1 has 510 tokens and its answer 3, more"):
         evaluate(model, retentions=[1.0], questions=questions)
+
+
+# Contexts that are no power of two -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def short():
+    """A function that makes a small model of some context."""
+
+    def make(context):
+        return slj.Ouro(
+            slj.OuroConfig(
+                vocab_size=128, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+                max_position_embeddings=context,
+            ),
+            rngs=0,
+        )  # fmt: skip
+
+    return make
+
+
+def test_the_capacity_is_within_the_context(short):
+    config = short(100).config
+    sparse = slj.SparseDecodeConfig(key_retention=0.5)
+    capacities = [at_retention(sparse, 0.5, n, config).capacity for n in (60, 70, 100, 200)]
+    assert capacities == [64, 100, 100, 100]
+
+
+def test_everything_up_to_the_end_of_any_context(short):
+    """What passes the checks runs, to the last token that there is room for."""
+    ids = np.arange(300) % 128
+    options = {"text": ids, "retentions": [0.5], "prefix": 16, "windows": 2, "prompts": 2}
+    for context, window in ((100, 100), (64, 40)):
+        result = evaluate(
+            short(context), window=window, prompt_tokens=context - 8, new_tokens=9,
+            acceptance=True, draft_loops=[2], **options,
+        )  # fmt: skip
+        assert [row["retention"] for row in result["text"]] == [1.0, 0.5]
+        assert len(result["divergence"]) == len(result["acceptance"]) == 2
+
+
+def test_a_question_at_the_end_of_the_context(short, model):
+    small = short(32)
+    small.tokenizer = model.tokenizer
+    (question,) = read_questions(json.dumps({"prompt": "a" * 31, "answer": "b"}))
+    result = evaluate(small, questions=[question], retentions=[0.5])
+    assert [row["questions"] for row in result["answers"]] == [1, 1]

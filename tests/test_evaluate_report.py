@@ -69,7 +69,9 @@ def test_json_there_and_back(result, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [("{", "is no JSON"), ("[]", "is no file of `sparse-loop evaluate --json`"),
-     (json.dumps(BENCH), "is no file of `sparse-loop evaluate")],
+     (json.dumps(BENCH), "is no file of `sparse-loop evaluate"),
+     ('{"format": "sparse-loop evaluation"}', "is no file of `sparse-loop evaluate"),
+     ('{"format": "sparse-loop evaluation", "tables": [], "setup": {}}', "is no file of")],
 )  # fmt: skip
 def test_other_files_are_refused(tmp_path, content, message):
     (tmp_path / "a.json").write_text(content)

@@ -152,6 +152,12 @@ def test_a_closed_gate_never_leaves_early():
     assert exit_loops(gates, 1.0).tolist() == [[3]]
 
 
+def test_a_threshold_of_one_never_leaves_early():
+    gates = jnp.full((4, 1, 1), 40.0)  # a probability of 1 in float32
+    assert exit_loops(gates, 1.0).tolist() == [[3]]
+    assert exit_loops(gates, 0.999).tolist() == [[0]]
+
+
 @pytest.mark.parametrize("threshold", [-0.1, 1.1, float("nan")])
 def test_threshold_out_of_range(threshold):
     with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\], got"):
@@ -229,8 +235,10 @@ IDS = np.array([[1, 2, 3, 30], [7, 7, 0, 4]], np.int32)
 
 def test_random_weights_follow_the_seed(small):
     again, other = Ouro(SMALL, rngs=nnx.Rngs(0)).params, Ouro(SMALL, rngs=1).params
-    for a, b in zip(jax.tree.leaves(small.params), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(a, b)
+    keyed = (Ouro(SMALL, rngs=rngs).params for rngs in (np.int64(0), jax.random.key(0)))
+    for same in (again, *keyed):
+        for a, b in zip(jax.tree.leaves(small.params), jax.tree.leaves(same), strict=True):
+            np.testing.assert_array_equal(a, b)
     for name in ("qkv", "out", "gate_up", "down"):
         a, b = (getattr(params.layers[0], name) for params in (again, other))
         assert (np.asarray(a) != b).any(), name
@@ -317,3 +325,15 @@ def test_a_model_prints_on_one_line(small):
         f"{sum(a.size for a in jax.tree.leaves(small.params)):,} parameters, float32)"
     )
     assert "Ouro(2 layers x 3 loops" in repr(nnx.eval_shape(lambda: Ouro(SMALL, rngs=0)))
+
+
+def test_a_call_is_forward(small):
+    want = slj.forward(small, IDS).logits
+    np.testing.assert_array_equal(small(IDS).logits, want)
+    np.testing.assert_array_equal(small(IDS[0].tolist()).logits, want[:, :1])
+    traced = nnx.jit(lambda model, ids: model(ids).logits)(small, IDS)
+    np.testing.assert_allclose(traced, want, atol=1e-5)
+    with pytest.raises(ValueError, match=f"token id {SMALL.vocab_size}, outside"):
+        small([SMALL.vocab_size])
+    with pytest.raises(ValueError, match="ids must be integers"):
+        small(np.array([[1.7]]))

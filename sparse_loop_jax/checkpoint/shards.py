@@ -64,9 +64,12 @@ def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
             where = f"; it is in {elsewhere[0]}" if elsewhere else ""
             problems.append(f"{tensor} should be in {file}, but is not{where}")
     for file, header in headers.items():
-        problems += [
-            f"{t} of {file} is not in the index" for t in header if t not in weight_map
-        ]
+        for tensor in header:
+            meant = weight_map.get(tensor)
+            if meant is None:
+                problems.append(f"{tensor} of {file} is not in the index")
+            elif meant != file and tensor in headers[meant]:
+                problems.append(f"{tensor} is in {file} as well as in {meant}")
     if problems:
         raise ValueError(f"{index}: does not agree with its files:{listed(problems)}")
     return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}

@@ -95,7 +95,7 @@ def measure_answers(
                 model,
                 [questions[i].prompt for i in group],
                 max_new_tokens=[questions[i].limit for i in group],
-                sparse=at_retention(sparse, retention, longest),
+                sparse=at_retention(sparse, retention, longest, model.config),
                 exit_threshold=1.0,
                 implementation=implementation,
                 progress=False,

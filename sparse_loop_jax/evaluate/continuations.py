@@ -53,7 +53,7 @@ def measure_divergence(
     rows = []
     for retention in retentions:
         steps.begin(f"continuations, retention {retention:g}")
-        config = at_retention(sparse, retention, longest)
+        config = at_retention(sparse, retention, longest, model.config)
         out = generate(model, [p.tolist() for p in prompts], sparse=config, **options).token_ids
         firsts = [first_difference(a, b) for a, b in zip(dense, out, strict=True)]
         parted = [(i, at) for i, at in enumerate(firsts) if at is not None]
@@ -109,7 +109,7 @@ def measure_acceptance(
                 model,
                 [p.tolist() for p in prompts],
                 max_new_tokens=new_tokens,
-                sparse=at_retention(sparse, retention, longest),
+                sparse=at_retention(sparse, retention, longest, model.config),
                 speculative=SpeculativeConfig(speculative_tokens, draft_loops=drafting),
                 eos_token_id=[],
                 exit_threshold=1.0,

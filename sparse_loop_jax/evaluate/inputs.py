@@ -13,6 +13,7 @@ from sparse_loop_jax.evaluate.forcing import Forced
 from sparse_loop_jax.generation.buckets import power_of_two
 from sparse_loop_jax.generation.inputs import token_ids
 from sparse_loop_jax.generation.options import is_int, is_number
+from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.sparse.config import SparseDecodeConfig
 
@@ -45,16 +46,21 @@ def check_retentions(retentions: Iterable[float]) -> list[float]:
 
 
 def at_retention(
-    sparse: SparseDecodeConfig, retention: float, longest: int
+    sparse: SparseDecodeConfig, retention: float, longest: int, config: OuroConfig
 ) -> SparseDecodeConfig:
-    """The config at a retention, with a capacity that fits every one up to `longest` keys.
+    """`sparse` at a retention, with a capacity that fits every one up to `longest` keys.
 
     A capacity of its own would give each retention its own program to compile.
+
+    Args:
+      longest: keys that a row may see; of more than the model's context, that many.
+      config: the model's.
     """
-    config = dataclasses.replace(sparse, key_retention=retention)
-    if config.is_dense or sparse.capacity is not None:
-        return config
-    return dataclasses.replace(config, capacity=power_of_two(longest))
+    chosen = dataclasses.replace(sparse, key_retention=retention)
+    if chosen.is_dense or sparse.capacity is not None:
+        return chosen
+    capacity = min(power_of_two(longest), config.max_position_embeddings)
+    return dataclasses.replace(chosen, capacity=capacity)
 
 
 def encode(model: Ouro, text: str | Sequence[int] | np.ndarray, name: str) -> np.ndarray:
@@ -96,7 +102,7 @@ def text_windows(
         if not is_int(value) or value < least:
             raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
     if most is not None and (not is_int(most) or most < 1):
-        raise ValueError(f"the number of windows must be an integer >= 1, got {most!r}")
+        raise ValueError(f"windows must be an integer >= 1, got {most!r}")
     if prefix >= window:
         raise ValueError(
             f"prefix {prefix} leaves nothing of a window of {window} to decode: make it smaller"

@@ -70,7 +70,8 @@ def read_json(path: str | Path) -> Evaluation:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: is no JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    whole = isinstance(data, dict) and data.get("format") == FORMAT
+    if not whole or not all(isinstance(data.get(key), dict) for key in ("tables", "setup")):
         raise ValueError(f"{path}: is no file of `sparse-loop evaluate --json`")
     return Evaluation(data["tables"], data["setup"])
 

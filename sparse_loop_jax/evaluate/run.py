@@ -140,7 +140,7 @@ def evaluate(
     lengths += [len(q.prompt) + q.limit - 1 for q in asked or []]
     longest = min(max(lengths), config.max_position_embeddings)
     for retention in wanted[1:]:
-        at_retention(sparse, retention, longest).validate_for(config, longest)
+        at_retention(sparse, retention, longest, config).validate_for(config, longest)
 
     count = len(wanted)
     total = text_tables.parts(len(cuts), count, batch, inside_windows) if cuts else 0

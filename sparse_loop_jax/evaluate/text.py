@@ -65,7 +65,7 @@ def measure_text(
       steps: told of `parts` parts.
     """
     longest = max(len(w.ids) - 1 for w in windows)
-    configs = [at_retention(sparse, r, longest) for r in retentions]
+    configs = [at_retention(sparse, r, longest, model.config) for r in retentions]
     tokens: list[list[_Tokens]] = [[] for _ in retentions]
     for start in range(0, len(windows), batch):
         group = windows[start : start + batch]

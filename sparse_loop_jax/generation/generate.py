@@ -156,7 +156,7 @@ def generate(
             generated_tokens=generated,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
-            tokens_per_second=decoded / decode_seconds if decoded else 0.0,
+            tokens_per_second=decoded / decode_seconds if decoded and decode_seconds else 0.0,
             compile_seconds=compiled.seconds,
             compilations=compiled.programs,
             kv_cache_bytes=kv_bytes,

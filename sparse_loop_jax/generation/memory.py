@@ -22,7 +22,7 @@ def explain_exhaustion(plan: Plan) -> Iterator[None]:
     """Adds to an error for want of memory what the call had planned, and what to lower."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             kv, references = plan.bytes()
             knobs = ["max_new_tokens", "the number or the length of the prompts"]

@@ -70,10 +70,14 @@ def exit_probabilities(gate_logits: jax.Array) -> jax.Array:
 
 
 def exit_loops(gate_logits: jax.Array, threshold: float) -> jax.Array:
-    """The published exit rule: int32 `[D, ...] -> [...]`, the last loop if none reaches it."""
+    """The published exit rule: int32 `[D, ...] -> [...]`, the last loop if none reaches it.
+
+    A threshold of 1 is never reached, also where a gate's float32 probability is 1.
+    """
     if not 0.0 <= threshold <= 1.0:
         raise ValueError(f"threshold must be in [0, 1], got {threshold}")
     reached = jnp.cumsum(exit_probabilities(gate_logits), axis=0) >= threshold
+    reached &= threshold < 1.0
     last = gate_logits.shape[0] - 1
     return jnp.where(reached.any(axis=0), jnp.argmax(reached, axis=0), last).astype(jnp.int32)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.models.params import LayerParams, OuroParams, param_shapes
@@ -51,14 +53,15 @@ class Ouro(nnx.Module):
         self,
         config: OuroConfig,
         *,
-        rngs: nnx.Rngs | int | None = None,
+        rngs: nnx.Rngs | jax.Array | SupportsIndex | None = None,
         dtype: Any = jnp.float32,
         params: OuroParams | None = None,
     ):
         if params is None:
             if rngs is None:
                 raise ValueError("Ouro needs either params or rngs for random weights")
-            rngs = nnx.Rngs(rngs) if isinstance(rngs, int) else rngs
+            if not isinstance(rngs, nnx.Rngs):
+                rngs = nnx.Rngs(rngs if isinstance(rngs, jax.Array) else operator.index(rngs))
             params = random_params(config, rngs.params(), dtype)
         self.config = config
         self.tokenizer: Any = None
@@ -99,9 +102,15 @@ class Ouro(nnx.Module):
     __str__ = __repr__  # NNX's own is a page of every weight
 
     def __call__(self, ids: jax.Array):
-        """`sparse_loop_jax.forward(self, ids)`."""
-        from sparse_loop_jax.models.forward import forward_params
+        """`sparse_loop_jax.forward(self, ids)`; ids that are traced are not checked.
 
+        Raises:
+          ValueError: as there.
+        """
+        from sparse_loop_jax.models.forward import forward, forward_params
+
+        if not isinstance(ids, Tracer):
+            return forward(self, ids)
         return forward_params(self.params, self.config, jnp.asarray(ids, jnp.int32))
 
 
