@@ -237,6 +237,8 @@ def test_the_command_replays_a_file_and_writes_json(tmp_path, capsys):
         (["serve", "no/such/file"], "no/such/file"),
         (["serve", "--prompt-tokens", "x"], "prompt-tokens must be a length"),
         (["serve", "--requests", "0"], "requests must be >= 1"),
+        (["serve", "--seed", "-1"], "--seed must be >= 0, got -1"),
+        (["serve", "--draft-loops", "3"], "--draft-loops needs --speculative-tokens"),
         (
             ["decode", "load.jsonl"],
             "workload is for bench serve, and bench decode would not use it",

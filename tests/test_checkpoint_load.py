@@ -154,6 +154,27 @@ def test_the_tokenizer_travels(tmp_path, tokenizer_file):
     ).read_bytes()
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"truncation": {
+            "max_length": 3, "direction": "Right", "strategy": "LongestFirst", "stride": 0,
+        }},
+        {"padding": {
+            "strategy": {"Fixed": 12}, "direction": "Right", "pad_to_multiple_of": None,
+            "pad_id": 3, "pad_type_id": 0, "pad_token": "x",
+        }},
+    ],
+    ids=["truncation", "padding"],
+)  # fmt: skip
+def test_a_tokenizer_neither_cuts_nor_pads(tmp_path, tokenizer_file, asked):
+    directory = shutil.copytree(tokenizer_file.parent, tmp_path / "model")
+    stored = json.loads(tokenizer_file.read_text())
+    write_json(directory / "tokenizer.json", stored | asked)
+    text = "Once upon a time there was"
+    assert load(directory).tokenizer.encode(text).ids == load().tokenizer.encode(text).ids
+
+
 def test_a_tokenizer_that_does_not_fit(directory, tokenizer_file, monkeypatch):
     shutil.copy(tokenizer_file, directory)
 

@@ -101,7 +101,9 @@ def test_memory_sizes(text, size):
 )
 def test_bad_memory_sizes(text, capsys):
     assert main(["inspect", f"--memory={text}"]) == 2
-    assert f"memory must be a size like 80GiB or 141GB, got {text!r}" in capsys.readouterr().err
+    assert (
+        f"--memory must be a size like 80GiB or 141GB, got {text!r}" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("size", [0, -16, 3])

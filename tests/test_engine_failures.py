@@ -150,6 +150,15 @@ def test_a_failed_read(make_engine, requests, fail_at, compile_counter, nth):
         _assert_fails_once(engine, requests, compile_counter)
 
 
+def test_a_failed_run_leaves_the_engine_free(make_engine, requests, fail_at):
+    with make_engine() as engine:
+        fail_at(jax, "device_get", 3)
+        with pytest.raises(_InjectedError):
+            engine.run(requests[0])
+        _assert_nothing_held(engine)
+        _assert_exact(engine, *requests)
+
+
 def test_an_allocation_that_fails_after_a_failure(make_engine, requests, fail_at):
     asked, want = requests
     with make_engine() as engine:

@@ -49,14 +49,14 @@ BAD = [
     ([[1]], {"exit_threshold": 1.5}, "exit_threshold .* got 1.5"),
     ([[1]], {"page_size": 12}, "page_size must be a power of two, got 12"),
     ([[1]], {"page_size": 0}, "page_size"),
-    ([[1]], {"implementation": "cuda"}, "no implementation 'cuda'; it has: .*xla"),
+    ([[1]], {"implementation": "cuda"}, "one of paged_attention's, .*xla: got 'cuda'"),
     ([[1]], {"implementation": ["xla"]}, r"must be a name or None, got \['xla'\]"),
     ([[1]], {"page_size": 1024}, "page_size 1024 is more than the model's context of 512"),
     ([[1]], {"page_size": 2**40}, "page_size 1099511627776 is more than"),
     (
         [[1]],
         {"sparse": slj.SparseDecodeConfig(implementation="cuda")},
-        "capture_attention has no implementation 'cuda'",
+        "one of capture_attention's, .*: got 'cuda'",
     ),
     (
         [[1]],
@@ -146,3 +146,16 @@ def test_an_empty_list_of_stop_tokens_never_stops(model):
     assert slj.generate(stops, [[1]], max_new_tokens=4).finish_reasons == ["stop"]
     out = slj.generate(stops, [[1]], max_new_tokens=4, eos_token_id=[])
     assert (len(out.token_ids[0]), out.finish_reasons) == (4, ["length"])
+
+
+def test_a_text_that_is_no_unicode():
+    model = slj.load()
+    message = r"prompt 0 is no Unicode text: .*surrogates"
+    with pytest.raises(ValueError, match=message):
+        slj.generate(model, "\ud800")
+    with pytest.raises(ValueError, match=message):
+        next(iter(slj.stream(model, "\ud800")))
+    with slj.Engine(model, cache=slj.CacheConfig(num_pages=8)) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.add_request("a", "\ud800")
+        assert not engine.has_unfinished

@@ -67,7 +67,8 @@ def test_wrong_arguments_are_not_passed_on(op):
 
 def test_an_unknown_name_lists_the_known(op):
     with pytest.raises(
-        ValueError, match="example has no implementation 'cuda'; it has: by name only, first"
+        ValueError,
+        match="must be one of example's, by name only, first, second: got 'cuda'",
     ):
         op(1, implementation="cuda")
 

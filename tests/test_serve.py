@@ -20,6 +20,7 @@ from sparse_loop_jax.cli import main
 from sparse_loop_jax.serve.build import load_with_template, make_service
 from sparse_loop_jax.serve.config import ServeConfig
 from sparse_loop_jax.serve.server import Server, bind, url_of
+from sparse_loop_jax.serve.worker import EngineThread
 
 CONTEXT, MOST = 256, 24
 # The server of this module and that of the command line are one set of compiled programs;
@@ -155,6 +156,21 @@ def test_a_seed_decides_what_is_drawn(client):
     assert draw(seed=11, top_p=0.9) == draw(seed=11, top_p=0.9) != draw(seed=12, top_p=0.9)
     # Left out, two answers are two draws.
     assert draw() != draw()
+
+
+def test_equal_prompts_of_a_request_draw_for_themselves(client):
+    def draw(prompt, **options):
+        answer = client.completions.create(
+            model="ascii-chat", prompt=prompt, max_tokens=20, **options
+        )
+        return [choice.text for choice in answer.choices]
+
+    assert len(set(draw(["abc"] * 3))) == 3
+    seeded = draw(["abc", "wxyz", "abc"], seed=11)
+    assert seeded == draw(["abc", "wxyz", "abc"], seed=11)
+    assert seeded[:1] == draw("abc", seed=11)
+    assert seeded[1:2] == draw("wxyz", seed=11)
+    assert seeded[0] != seeded[2]
 
 
 def test_several_prompts_are_several_choices(client, texts):
@@ -347,7 +363,10 @@ def _survived(number):
         (["--port", "70000"], "--port must be in"),
         (["--max-waiting", "-1"], "--max-waiting must be >= 0"),
         (["--shutdown-seconds", "-1"], "--shutdown-seconds must be >= 0"),
-        (["--max-body", "big"], "memory must be a size like"),
+        (["--max-body", "big"], "--max-body must be a size like 80GiB or 141GB, got 'big'"),
+        (["--kv-memory", "0"], "--kv-memory must be a size like"),
+        (["--num-pages", "2"], "--num-pages 2, and a page of all loops takes"),
+        (["--implementation", "cuda"], "--implementation must be one of"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be"),
         (["no/such/directory/at/all"], "no such directory"),
@@ -358,6 +377,30 @@ def test_bad_arguments_are_one_line(arguments, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [(KeyboardInterrupt(), 130, ""), (RuntimeError("stuck"), 1, "sparse-loop: error: stuck\n")],
+    ids=["interrupted", "stuck"],
+)
+def test_a_thread_that_compiles_does_not_abort_the_end(
+    checkpoint, monkeypatch, capsys, error, status, told
+):
+    def serve_on(self, listener, *, warm_up):
+        listener.close()
+        raise error
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(Server, "serve_on", serve_on)
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr(EngineThread, "running", True)
+    with pytest.raises(SystemExit) as left:
+        main(["serve", str(checkpoint), "--port", "0", "--max-context", str(CONTEXT)])
+    assert left.value.code == status
+    assert capsys.readouterr().err.endswith("compiling\n" + told)
 
 
 def test_a_port_that_is_taken_is_found_out_first(capsys, tmp_path):

@@ -9,11 +9,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+import sparse_loop_jax as slj
 from sparse_loop_jax.cli import main
 from sparse_loop_jax.generation.stops import StopStrings
 from sparse_loop_jax.serve.chat import ChatTemplate
 from sparse_loop_jax.serve.errors import ApiError
-from sparse_loop_jax.serve.fields import read_chat
+from sparse_loop_jax.serve.fields import read_chat, read_completion
+from sparse_loop_jax.serve.worker import EngineThread
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -177,7 +179,10 @@ def test_malformed_templates_are_refused_at_the_start(tmp_path, files, message):
         ({"tools": [{}]}, r"tools is not supported beyond \[\]"),
         ({"logprobs": True}, "logprobs is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs x must be a text"),
+        (
+            {"chat_template_kwargs": {"x": [1]}},
+            "chat_template_kwargs has 'x': a text, a number",
+        ),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs must be an object"),
         ({"max_completion_tokens": "8"}, "max_completion_tokens must be an integer"),
         ({"model": 5}, "model must be a text"),
@@ -217,3 +222,61 @@ def test_a_template_without_jinja_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ValueError, match=r"needs jinja2: pip install -e '\.\[serve\]'"):
         ChatTemplate("x", {}, "test")
+
+
+# Fields --------------------------------------------------------------------------------
+
+
+def test_an_error_can_be_encoded_whatever_it_quotes():
+    error = ApiError(400, "no \ud800", param="\udfff")
+    assert json.dumps(error.body, ensure_ascii=False).encode()
+    assert error.message == r"no \ud800"
+
+
+def test_each_prompt_has_a_seed_and_room():
+    asked = read_completion({"prompt": "a", "seed": 2**63 - 1}, "m", False).asked
+    assert asked.params_for(20, 0).seed == 2**63 - 1
+    assert asked.params_for(20, 1).seed == 0
+    assert asked.params_for(20, 0).max_tokens == 16
+    asked = read_completion({"prompt": "a"}, "m", False).asked
+    assert asked.params_for(20, 0).seed != asked.params_for(20, 0).seed
+    with pytest.raises(ApiError, match="max_tokens 16 is more than the 15 that") as caught:
+        asked.params_for(15, 0)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_chat_has_one_limit():
+    chat = {"messages": MESSAGES, "max_completion_tokens": 5}
+    for older in (None, 5):
+        assert read_chat(chat | {"max_tokens": older}, "m", False).asked.max_tokens == 5
+    with pytest.raises(ApiError, match="max_completion_tokens and max_tokens differ"):
+        read_chat(chat | {"max_tokens": 6}, "m", False)
+
+
+# The engine's thread -------------------------------------------------------------------
+
+
+def test_after_the_warm_up_short_requests_compile_nothing(load_gold, compile_counter):
+    engine = slj.Engine(
+        load_gold("mha").model(),
+        cache=slj.CacheConfig(num_pages=4 * 24, page_size=8),
+        scheduler=slj.SchedulerConfig(max_num_seqs=3, max_context=64, max_prefill_tokens=64),
+    )
+    thread = EngineThread(engine, lambda news: None)
+    thread.start()
+    try:
+        thread.warm_up().result(300)
+
+        def serve(count, temperature):
+            params = slj.SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True)
+            requests = [(str(i), [i + 1, 5, 9], params) for i in range(count)]
+            return thread.call(lambda engine: engine.run(requests)).result(300)
+
+        with compile_counter() as compiled:
+            for count in (1, 2, 3, 5):
+                for temperature in (0.0, 0.8):
+                    assert len(serve(count, temperature)) == count
+        assert compiled.count == 0, compiled
+    finally:
+        assert thread.stop(timeout=60)
+    assert not thread.running

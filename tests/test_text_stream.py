@@ -81,3 +81,17 @@ def test_what_is_no_text_neither_waits_for_ever_nor_costs_ever_more():
             stream.add([token])
             assert len(stream.text(final=False)) >= token - 3
         assert tokenizer.decoded < 1000 * 2 * 66
+
+
+def test_what_was_shown_of_bytes_that_are_no_text_stands():
+    # The first two of three bytes of a character, which together are one replacement: more
+    # often than the stream looks back, and an odd number of them.
+    tokenizer = Bytes([b"\xe2", b"\x82", b"!"])
+    ids = [0, 1] * 40 + [0]
+    stream, shown = TextStream(tokenizer), ""
+    for token in ids:
+        shown += stream.add([token])
+    assert stream.text(final=True).startswith(shown)
+    shown += stream.add([2])
+    assert stream.text(final=True) == shown
+    assert shown.endswith("!")

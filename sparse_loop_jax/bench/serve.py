@@ -151,7 +151,7 @@ def replay(
             for output in engine.step():
                 _note(served[int(output.request_id)], output, clock() - start)
         else:
-            sleep(served[following].request.seconds - (clock() - start))
+            sleep(max(0.0, served[following].request.seconds - (clock() - start)))
     after = engine.metrics()
     last = max(one.told[-1][0] for one in served)
     return Replay(

@@ -39,6 +39,8 @@ def copy_companions(source: Path, target: Path) -> None:
 def load_tokenizer(directory: Path, config: OuroConfig) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None where there is no `tokenizer.json`.
 
+    It neither cuts nor pads, whatever the file says.
+
     Raises:
       ValueError: the file cannot be read, or it has ids outside the model's vocabulary.
     """
@@ -49,6 +51,9 @@ def load_tokenizer(directory: Path, config: OuroConfig) -> Tokenizer | None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the binding raises bare exceptions
         raise ValueError(f"{path}: not a tokenizer: {error!s:.300}") from None
+    # A file can ask for these; a prompt that is cut or filled up is not the one that was given.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if highest >= config.vocab_size:
         raise ValueError(

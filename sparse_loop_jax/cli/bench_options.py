@@ -94,7 +94,7 @@ OPTIONS = (
     _serve("--prefix-caching", False, **_FLAG),
     _serve("--policy", "fcfs", choices=("fcfs", "priority")),
     _serve("--speculative-tokens", None, type=int, metavar="K"),
-    _serve("--draft-loops", 2, type=int, metavar="d"),
+    _serve("--draft-loops", None, "default: 2", type=int, metavar="d"),
     _serve("--no-warm-up", False, "compile while measuring", **_FLAG),
 )  # fmt: skip
 

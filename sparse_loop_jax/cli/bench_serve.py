@@ -11,6 +11,8 @@ def run(args: argparse.Namespace, config, retentions: list[float]) -> list[dict[
     import sparse_loop_jax as slj
     from sparse_loop_jax.bench import report, serve, serve_workload
 
+    if args.seed < 0:
+        raise ValueError(f"--seed must be >= 0, got {args.seed}")
     if args.workload is None:
         arrivals = serve_workload.make_workload(
             args.requests,
@@ -23,7 +25,10 @@ def run(args: argparse.Namespace, config, retentions: list[float]) -> list[dict[
         arrivals = serve_workload.read_workload(args.workload)
     speculative = None
     if args.speculative_tokens is not None:
-        speculative = slj.SpeculativeConfig(args.speculative_tokens, args.draft_loops)
+        draft_loops = 2 if args.draft_loops is None else args.draft_loops
+        speculative = slj.SpeculativeConfig(args.speculative_tokens, draft_loops)
+    elif args.draft_loops is not None:
+        raise ValueError("--draft-loops needs --speculative-tokens")
     if args.model is None:
         model = slj.Ouro(config, rngs=0, dtype=args.dtype)
     else:

@@ -21,8 +21,8 @@ _UNITS = {
 _COMMON_SIZES = (16 * GIB, 24 * GIB, 48 * GIB, 80 * GIB, 140 * GIB)
 
 
-def memory_size(text: str) -> int:
-    """Bytes of "80GiB", "141GB" or "1000000".
+def memory_size(text: str, option: str = "--memory") -> int:
+    """Bytes of "80GiB", "141GB" or "1000000", the value of an option.
 
     Raises:
       ValueError: it is no such size, or it is zero.
@@ -31,7 +31,7 @@ def memory_size(text: str) -> int:
     unit = _UNITS.get(match[2]) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise ValueError(f"memory must be a size like 80GiB or 141GB, got {text!r}")
+        raise ValueError(f"{option} must be a size like 80GiB or 141GB, got {text!r}")
     return size
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from sparse_loop_jax.cli.inspect import memory_size
 
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.speculative_tokens is None and (args.draft_loops is not None or args.adaptive):
         raise ValueError("--draft-loops and --adaptive need --speculative-tokens")
-    kv_bytes = None if args.kv_memory is None else memory_size(args.kv_memory)
+    kv_bytes = None if args.kv_memory is None else memory_size(args.kv_memory, "--kv-memory")
     try:
         from sparse_loop_jax.serve.server import Server, bind, url_of
     except ImportError as error:
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         max_waiting=args.max_waiting,
-        max_body_bytes=memory_size(args.max_body),
+        max_body_bytes=memory_size(args.max_body, "--max-body"),
         shutdown_seconds=args.shutdown_seconds,
     )
     options = {
@@ -115,8 +117,23 @@ def run(args: argparse.Namespace) -> int:
     )
     if not args.no_warm_up:
         print("compiling", file=sys.stderr)
-    server.serve_on(listener, warm_up=not args.no_warm_up)
+    try:
+        server.serve_on(listener, warm_up=not args.no_warm_up)
+    except BaseException as error:
+        if service.worker.running:
+            _leave_now(error)
+        raise
     return 0
+
+
+def _leave_now(error: BaseException) -> NoReturn:
+    """Ends the process although a thread compiles: the interpreter's own end would abort it."""
+    interrupted = isinstance(error, KeyboardInterrupt)
+    if not interrupted:
+        print(f"sparse-loop: error: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130 if interrupted else 1)
 
 
 def _name(path: str | None) -> str:

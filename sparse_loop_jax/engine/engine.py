@@ -160,25 +160,28 @@ class Engine:
         Raises:
           ValueError: as `add_request`; none of them is left behind then.
           RuntimeError: other requests are being served, whose outputs would be lost.
+          Exception: as `step`; these requests are over then, and the engine is free for others.
         """
         self._open_model()
         if self.has_unfinished:
+            held = {*self._loop.requests, *self._loop.news}
             raise RuntimeError(
-                f"{len(self._loop.requests)} requests are being served: step until they end"
+                f"{len(held)} requests are being served or have news: step until "
+                "`has_unfinished` is false"
             )
         ids: list[str] = []
+        last: dict[str, RequestOutput] = {}
         try:
             for request_id, prompt, params in requests:
                 self.add_request(request_id, prompt, params)
                 ids.append(request_id)
+            while self.has_unfinished:
+                last.update((output.request_id, output) for output in self.step())
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
             self._loop.news.clear()
             raise
-        last: dict[str, RequestOutput] = {}
-        while self.has_unfinished:
-            last.update((output.request_id, output) for output in self.step())
         return [last[request_id] for request_id in ids]
 
     # Life ------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class MemoryPlan:
       limit: what all but the weights may take; None: nobody knows.
       device_free: what the device reported free, None where it reports nothing.
       num_pages: pages of a layer, a multiple of the loops.
+      page_size: tokens in a page.
       max_context: longest prompt and continuation that is served.
     """
 
@@ -49,6 +50,7 @@ class MemoryPlan:
     limit: int | None
     device_free: int | None
     num_pages: int
+    page_size: int
     max_context: int
 
     @property
@@ -123,6 +125,7 @@ def plan_memory(
             limit=limit,
             device_free=free,
             num_pages=num_blocks * loops,
+            page_size=sizing.page_size,
             max_context=sizing.max_context,
         )
         return plan, sizing
@@ -135,10 +138,14 @@ def plan_memory(
     else:
         num_blocks = useful
     if num_blocks < 1:
+        given = "the device has no more"
+        if cache.num_pages is not None:
+            given = f"num_pages {cache.num_pages}"
+        elif cache.memory_bytes is not None:
+            given = f"memory_bytes {cache.memory_bytes:,}"
         raise ValueError(
-            f"the pool has no room for one page in each of {loops} loops: num_pages "
-            f"{cache.num_pages}, memory_bytes {cache.memory_bytes}, and a page of all loops "
-            f"takes {block_bytes:,} bytes; raise num_pages to {loops} or more"
+            f"the pool has no room for one page in each of {loops} loops: {given}, and a page "
+            f"of all loops takes {block_bytes:,} bytes; raise num_pages to {loops} or more"
         )
     temporaries = None
     if limit is not None:

@@ -62,8 +62,8 @@ def make_request(
     stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
     if len(stop_ids) > sizing.max_stop_ids:
         raise ValueError(
-            f"the request has {len(stop_ids)} stop tokens and the engine takes "
-            f"{sizing.max_stop_ids}: raise max_stop_ids of the SchedulerConfig"
+            f"stop_token_ids: the request has {len(stop_ids)} stop tokens and the engine takes "
+            f"{sizing.max_stop_ids}: leave some out, or raise max_stop_ids of SchedulerConfig"
         )
     exit_rule = ExitRule.resolve(
         model.config, params.exit_threshold, params.min_loops, params.max_loops

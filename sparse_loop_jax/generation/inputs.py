@@ -108,7 +108,8 @@ def token_ids(model: Ouro, prompt, name: str) -> np.ndarray:
     """Token ids int32 of a text, or of ids as they are; `name` is for complaints.
 
     Raises:
-      ValueError: nothing is there, an id is none, or text meets a model without a tokenizer.
+      ValueError: nothing is there, an id is none, or text is no Unicode or meets a model
+        without a tokenizer.
     """
     if isinstance(prompt, str):
         if model.tokenizer is None:
@@ -116,6 +117,10 @@ def token_ids(model: Ouro, prompt, name: str) -> np.ndarray:
                 f"{name} is text and the model has no tokenizer: pass token ids, or load a "
                 "checkpoint with a tokenizer.json"
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} is no Unicode text: {error}") from None
         prompt = model.tokenizer.encode(prompt).ids
     ids = id_array(prompt, name)
     if ids.size == 0:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the first stop string of one text as it grows.
+    """Finds the first stop string of one text as it grows, looking at each character once.
 
     Args:
       stops: none of them empty. The text is cut before the one that ends first, so that it
@@ -14,9 +14,9 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
-        self._searched = 0  # characters in which no stop string ends
+        self._matchers = [_Matcher(stop) for stop in stops]
+        self._seen = 0  # characters that the matchers have
+        self._cut: int | None = None  # where the first stop string begins
 
     def cut(self, text: str, *, final: bool) -> tuple[str, bool]:
         """What of the text may be shown.
@@ -29,21 +29,42 @@ class StopStrings:
           The text up to the first stop string, or without an end that may become one; and
           whether a stop string was found.
         """
-        if not self._stops:
-            return text, False
-        first = max(0, self._searched - self._longest + 1)
-        found = [
-            (at + len(stop), at) for stop in self._stops if (at := text.find(stop, first)) >= 0
-        ]
-        if found:
-            return text[: min(found)[1]], True
-        self._searched = len(text)
-        return text if final else text[: len(text) - self._undecided(text)], False
+        while self._matchers and self._cut is None and self._seen < len(text):
+            character = text[self._seen]
+            self._seen += 1
+            ended = [m.length for m in self._matchers if m.follow(character)]
+            if ended:
+                self._cut = self._seen - max(ended)
+        if self._cut is not None:
+            return text[: self._cut], True
+        undecided = 0 if final else max((m.matched for m in self._matchers), default=0)
+        return text[: len(text) - undecided], False
 
-    def _undecided(self, text: str) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+
+class _Matcher:
+    """Knuth, Morris and Pratt's search for one string.
+
+    Attributes:
+      matched: characters of the string that the text ends with, the most but all.
+    """
+
+    def __init__(self, string: str):
+        self._string = string
+        self.length = len(string)
+        self.matched = 0
+        # For each beginning of the string: the next shorter one that it ends with.
+        self._shorter = [0, 0]
+        for character in string[1:]:
+            self._shorter.append(self._longer(self._shorter[-1], character))
+
+    def follow(self, character: str) -> bool:
+        """Takes the next character; whether the string ends with it."""
+        matched = self._longer(self.matched, character)
+        found = matched == self.length
+        self.matched = self._shorter[matched] if found else matched
+        return found
+
+    def _longer(self, matched: int, character: str) -> int:
+        while matched and self._string[matched] != character:
+            matched = self._shorter[matched]
+        return matched + (self._string[matched] == character)

@@ -24,6 +24,7 @@ class TextStream:
         self._text = ""
         self._start = 0  # the first token that is decoded again
         self._between = 0  # the last place seen to be between two characters
+        self._gave_up = False  # on bytes that became no text; others follow them
 
     def add(self, ids: list[int]) -> str:
         """Takes further tokens; returns the text that they add."""
@@ -35,14 +36,24 @@ class TextStream:
         added = (after if clean or given_up else _settled(after))[len(before) :]
         self._text += added
         if given_up:
+            self._gave_up = True
             self._start = self._between = len(self._ids)
         elif clean:
             self._start, self._between = self._between, len(self._ids)
         return added
 
     def text(self, *, final: bool) -> str:
-        """The text so far; at the end the tokenizer's own of all tokens."""
-        return self._tokenizer.decode(self._ids) if final else self._text
+        """The text so far; at the end the tokenizer's own of all tokens.
+
+        Where bytes are no text, the tokenizer's own can be shorter than what was shown; then
+        that stands.
+        """
+        if not final:
+            return self._text
+        if not self._gave_up:
+            return self._tokenizer.decode(self._ids)
+        rest = self._tokenizer.decode(self._ids[self._start :])
+        return self._text + rest[len(_settled(rest)) :]
 
 
 def _settled(text: str) -> str:

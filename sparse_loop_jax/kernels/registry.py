@@ -90,5 +90,7 @@ class Op:
         """
         if name not in self.implementations:
             known = ", ".join(sorted(self.implementations))
-            raise ValueError(f"{self.name} has no implementation {name!r}; it has: {known}")
+            raise ValueError(
+                f"implementation must be one of {self.name}'s, {known}: got {name!r}"
+            )
         return self.implementations[name]

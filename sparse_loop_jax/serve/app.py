@@ -53,7 +53,7 @@ class Endpoints:
         wanted = read_completion(body, self._config.model_name, service.by_priority)
         _require_tokenizer_for(wanted.asked, service)
         service.require_room(len(wanted.prompts))
-        prompts = [await service.tokens.encode(prompt) for prompt in wanted.prompts]
+        prompts = await service.tokens.encode(wanted.prompts)
         return Reply(service, prompts, wanted.asked, chat=False)
 
     async def chat(self, request: Request) -> Response:
@@ -69,8 +69,8 @@ class Endpoints:
         wanted = read_chat(body, self._config.model_name, service.by_priority)
         render = service.template.render
         text = await asyncio.to_thread(render, wanted.messages, wanted.template_options)
-        prompt = await service.tokens.encode(text, special=False)
-        return Reply(service, [prompt], wanted.asked, chat=True)
+        prompts = await service.tokens.encode([text], special=False)
+        return Reply(service, prompts, wanted.asked, chat=True)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})

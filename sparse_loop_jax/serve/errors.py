@@ -27,8 +27,8 @@ class ApiError(Exception):
     ):
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _unicode(message)
+        self.param = None if param is None else _unicode(param)
         self.code = code
         self.headers = headers
 
@@ -43,6 +43,11 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def _unicode(text: str) -> str:
+    """A text that can be encoded: JSON can name half a character, and so can who sent it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _type(status: int) -> str:

@@ -41,6 +41,8 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "seed", "ignore_eos", "exit_threshold", "min_loops",
     "max_loops",
 )  # fmt: skip
+# What the engine's errors may begin with.
+SAMPLING_FIELDS = frozenset({*_SAMPLING, "max_tokens", "stop", "stop_token_ids"})
 _MAX_TEMPERATURE = 2  # OpenAI's; JSON has numbers that no float holds
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 256
@@ -52,8 +54,9 @@ class Asked:
     """What both endpoints take.
 
     Attributes:
-      params: all but `max_tokens`, if that was left out.
+      params: all but `max_tokens` and `seed`, if they were left out.
       max_tokens: None: what the context has room for.
+      seed: None: one is drawn for each prompt.
       priority: see `Engine.add_request`.
       stream, include_usage: how to answer.
       token_ids: whether the answer has token ids and their exit loops too.
@@ -61,16 +64,33 @@ class Asked:
 
     params: SamplingParams
     max_tokens: int | None
+    seed: int | None
     priority: int
     stream: bool
     include_usage: bool
     token_ids: bool
 
-    def params_for(self, room: int) -> SamplingParams:
-        """For a prompt that leaves room for so many new tokens."""
-        if self.max_tokens is not None:
-            return self.params
-        return dataclasses.replace(self.params, max_tokens=room)
+    def params_for(self, room: int, equals: int) -> SamplingParams:
+        """For one prompt.
+
+        Args:
+          room: new tokens that may follow it.
+          equals: how many equal prompts come before it; each draws for itself.
+
+        Raises:
+          ApiError: more tokens are asked for than there is room.
+        """
+        if self.max_tokens is not None and self.max_tokens > room:
+            raise ApiError(
+                400,
+                f"max_tokens {self.max_tokens} is more than the {room} that this server's "
+                "context has room for after the prompt: lower it, or shorten the prompt",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        seed = secrets.randbits(63) if self.seed is None else (self.seed + equals) % 2**63
+        limit = room if self.max_tokens is None else self.max_tokens
+        return dataclasses.replace(self.params, max_tokens=limit, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +135,13 @@ def read_chat(body: dict[str, Any], model_name: str, by_priority: bool) -> Chat:
     options = fields.take("chat_template_kwargs", _dict, {})
     for name, value in options.items():
         if not isinstance(value, str | bool | int | float):
-            raise _bad("chat_template_kwargs", f"{name} must be a text, a number or a bool")
+            raise _bad(
+                "chat_template_kwargs", f"has {name!r:.80}: a text, a number or a bool is taken"
+            )
     newer = fields.take("max_completion_tokens", _integer)
+    older = body.get("max_tokens")
+    if None not in (newer, older) and newer != older:
+        raise _bad("max_completion_tokens", "and max_tokens differ: leave one of them out")
     asked = _asked(fields, model_name, by_priority, newer)
     fields.require_empty()
     return Chat(messages, options, asked)
@@ -148,7 +173,7 @@ class Fields:
                 raise _bad(
                     name, f"is not supported beyond {NEUTRAL[name]!r}, got {value!r:.80}"
                 )
-            raise _bad(name, "is not a field that this server knows: leave it out")
+            raise _bad(name[:80], "is not a field that this server knows: leave it out")
 
 
 def _asked(
@@ -180,7 +205,7 @@ def _asked(
     include_usage = stream_options.take("include_usage", _bool, False)
     stream_options.require_empty()
     # A client that leaves the temperature or the seed out expects what OpenAI's API does.
-    sampling = {"temperature": 1.0, "seed": secrets.randbits(63), **given}
+    sampling = {"temperature": 1.0, **given}
     try:
         params = SamplingParams(
             max_tokens=1 if max_tokens is None else max_tokens,
@@ -193,6 +218,7 @@ def _asked(
     return Asked(
         params=params,
         max_tokens=max_tokens,
+        seed=given.get("seed"),
         priority=priority,
         stream=stream,
         include_usage=include_usage,

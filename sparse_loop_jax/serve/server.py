@@ -83,8 +83,9 @@ class Server(uvicorn.Server):
           warm_up: compile what short requests need before any is accepted.
 
         Raises:
-          Exception: the warm-up failed.
-          RuntimeError: the engine does not come back from its last step.
+          Exception: the warm-up failed, or was interrupted.
+          RuntimeError: the engine does not come back from its last step. Its thread, a
+            compilation perhaps, would abort the process at the interpreter's end.
         """
         worker = self._service.worker
         worker.start()
@@ -94,8 +95,9 @@ class Server(uvicorn.Server):
             self.run(sockets=[listener])
         finally:
             listener.close()
-            if not worker.stop(timeout=_LAST_SECONDS):
-                raise RuntimeError("the engine does not come back from its last step")
+            worker.stop(timeout=_LAST_SECONDS)
+        if worker.running:
+            raise RuntimeError("the engine does not come back from its last step")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -105,7 +107,7 @@ class Server(uvicorn.Server):
         """Nothing new comes in; what runs may end, and is aborted when its time is over."""
         loop = asyncio.get_running_loop()
         seconds = self._service.config.shutdown_seconds
-        alarm = loop.call_later(seconds, self._service.worker.abort_all)
+        alarm = loop.call_later(seconds, self._service.end_all)
         await super().shutdown(sockets)
         alarm.cancel()
 

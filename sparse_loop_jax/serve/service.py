@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import itertools
 import time
@@ -13,7 +14,7 @@ from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.serve.chat import ChatTemplate
 from sparse_loop_jax.serve.config import ServeConfig
 from sparse_loop_jax.serve.errors import ApiError
-from sparse_loop_jax.serve.fields import Asked
+from sparse_loop_jax.serve.fields import SAMPLING_FIELDS, Asked
 from sparse_loop_jax.serve.tokens import Tokens
 from sparse_loop_jax.serve.worker import EngineThread, Job, Progress
 
@@ -137,26 +138,31 @@ class Service:
         """Sends prompts to the engine. Give the answer to `leave` in the end.
 
         Raises:
-          ApiError: as `require_room`.
+          ApiError: as `require_room`, and 400 for more tokens than the context has room for.
         """
         self.require_room(len(prompts))
         self._loop = asyncio.get_running_loop()
-        answer = Answer(len(prompts))
+        seen: collections.Counter[tuple[int, ...]] = collections.Counter()
         jobs = []
-        for index, prompt in enumerate(prompts):
-            job_id = f"{next(self._ids)}"
-            jobs.append(
-                Job(
-                    job_id,
-                    prompt,
-                    asked.params_for(self.tokens.left_after(len(prompt))),
-                    priority=asked.priority,
-                )
-            )
-            self._owners[job_id] = (answer, index)
+        for prompt in prompts:
+            room, same = self.tokens.left_after(len(prompt)), tuple(prompt)
+            params = asked.params_for(room, seen[same])
+            seen[same] += 1
+            jobs.append(Job(f"{next(self._ids)}", prompt, params, priority=asked.priority))
+        answer = Answer(len(prompts))
+        self._owners.update((job.id, (answer, index)) for index, job in enumerate(jobs))
         self.open += len(jobs)
         self.worker.submit(jobs)
         return answer
+
+    def end_all(self) -> None:
+        """Tells everybody that the server shuts down, without waiting for the engine's step."""
+        told = Progress(finish_reason="abort", error="the server is shutting down")
+        for answer, index in self._owners.values():
+            answer.update(index, told)
+        self.open -= len(self._owners)
+        self._owners.clear()
+        self.worker.abort_all()
 
     def leave(self, answer: Answer) -> None:
         """Nobody waits for this answer any more: what still runs of it is aborted."""
@@ -192,6 +198,8 @@ class Service:
 
     def _take(self, news: list[tuple[Job, Progress]]) -> None:
         for job, progress in news:
+            if job.id not in self._owners:  # told before that the server shuts down
+                continue
             answer, index = self._owners[job.id]
             if progress.finish_reason:
                 del self._owners[job.id]
@@ -202,7 +210,9 @@ class Service:
 def _raise_for(progress: Progress) -> None:
     reason = progress.finish_reason
     if reason == "refused":
-        raise ApiError(400, str(progress.error))
+        error = str(progress.error)
+        field = error.split()[0].rstrip(":")
+        raise ApiError(400, error, param=field if field in SAMPLING_FIELDS else None)
     if reason == "abort":
         raise ApiError(503, str(progress.error))
     if reason == "error":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.serve.errors import ApiError
 
-# Longer texts are tokenized in a thread: a megabyte takes a good part of a second.
+# Characters of a request's prompts; more are tokenized in a thread. A megabyte takes seconds.
 _LONG_TEXT = 4096
 
 
@@ -42,8 +43,10 @@ class Tokens:
         """New tokens that may follow a prompt: the last one needs no K/V."""
         return self.max_context - prompt_tokens + 1
 
-    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        """Token ids of a prompt that fits the context.
+    async def encode(
+        self, prompts: Sequence[str | list[int]], *, special: bool = True
+    ) -> list[list[int]]:
+        """Token ids of prompts that fit the context.
 
         Args:
           special: whether the tokenizer adds what it puts around a text; a chat template has
@@ -52,17 +55,20 @@ class Tokens:
         Raises:
           ApiError: no tokenizer, no tokens, too many, or ids outside the vocabulary.
         """
-        ids = self._checked(prompt) if isinstance(prompt, list) else None
-        if ids is None:
-            assert isinstance(prompt, str)
+        characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        if characters > _LONG_TEXT:
+            return await asyncio.to_thread(self._encode_all, prompts, special)
+        return self._encode_all(prompts, special)
+
+    def _encode_all(self, prompts, special: bool) -> list[list[int]]:
+        return [self._encode(prompt, special) for prompt in prompts]
+
+    def _encode(self, prompt: str | list[int], special: bool) -> list[int]:
+        if isinstance(prompt, list):
+            ids = self._checked(prompt)
+        else:
             self._check_text(prompt)
-            if len(prompt) > _LONG_TEXT:
-                encoding = await asyncio.to_thread(
-                    self.tokenizer.encode, prompt, add_special_tokens=special
-                )
-            else:
-                encoding = self.tokenizer.encode(prompt, add_special_tokens=special)
-            ids = encoding.ids
+            ids = self.tokenizer.encode(prompt, add_special_tokens=special).ids
         if not ids:
             raise _bad("the prompt is empty: it needs at least one token")
         if len(ids) > self.max_context:

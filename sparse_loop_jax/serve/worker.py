@@ -127,15 +127,20 @@ class EngineThread:
         return future
 
     def warm_up(self) -> concurrent.futures.Future:
-        """Compiles what short requests need, greedy and sampled ones."""
-        return self.call(lambda engine: [_try(engine, t) for t in (0.0, 1.0)])
+        """Compiles what short requests need: greedy and sampled ones, alone and together."""
+        return self.call(_warm_up)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has begun, and not ended."""
+        return self._thread.is_alive()
 
     def stop(self, timeout: float | None = None) -> bool:
         """Aborts what is left, closes the engine and ends the thread; whether it has ended."""
         self._commands.put(self._stop)
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return not self.running
 
     # In the thread ---------------------------------------------------------------------
 
@@ -173,7 +178,7 @@ class EngineThread:
             self._tell(outputs)
 
     def _recover(self) -> None:
-        _try(self._engine, 0.0)
+        _try(self._engine, temperature=0.0)
         self.failure = None
 
     def _give_up(self, error: BaseException) -> None:
@@ -232,17 +237,28 @@ class EngineThread:
         self._end(list(self._jobs.values()), "abort", "the server is shutting down")
 
 
-def _try(engine: Engine, temperature: float) -> None:
-    """Runs one prompt and one round, beside whatever is served.
+def _warm_up(engine: Engine) -> None:
+    """Prompts alone and as many as run at once, past the end of a page where it is not all."""
+    plan, rows = engine.memory_plan, int(engine.metrics()["rows"])
+    tokens = min(plan.page_size + 2, plan.max_context)
+    for temperature in (0.0, 1.0):
+        for prompts in dict.fromkeys((1, rows)):
+            _try(engine, temperature=temperature, prompts=prompts, tokens=tokens)
+
+
+def _try(engine: Engine, *, temperature: float, prompts: int = 1, tokens: int = 2) -> None:
+    """Runs prompts of one token when nothing is served.
 
     Raises:
       Exception: what the engine raises.
-      RuntimeError: the request did not come to its end.
+      RuntimeError: a request did not come to its end.
     """
-    params = SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True)
-    (output,) = engine.run([(_TRIAL, [0], params)])
-    if output.finish_reason != "length":
-        raise RuntimeError(f"a request of the server's own ended with {output.finish_reason!r}")
+    params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
+    for output in engine.run([(f"{_TRIAL}{i}", [0], params) for i in range(prompts)]):
+        if output.finish_reason != "length":
+            raise RuntimeError(
+                f"a request of the server's own ended with {output.finish_reason!r}"
+            )
 
 
 def _reason(error: BaseException) -> str:
