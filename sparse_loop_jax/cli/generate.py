@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 
+from sparse_loop_jax.cli.decoding_options import add_decoding_options, decoding_configs
+
 HELP = "continue prompts with a checkpoint, or with the bundled model"
 
 
@@ -23,16 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-threshold", type=float, help="leave earlier loops; 1 never")
     parser.add_argument("--min-loops", type=int, default=1, metavar="N")
     parser.add_argument("--max-loops", type=int, metavar="N", help="default: all")
-    sparse = parser.add_argument_group("cross-loop sparse decode attention")
-    sparse.add_argument(
-        "--retention",
-        type=float,
-        help="share of the keys that loops after the second read; 1 is dense",
-    )
-    speculative = parser.add_argument_group("self-speculation")
-    speculative.add_argument("--speculative-tokens", type=int, metavar="K")
-    speculative.add_argument("--draft-loops", type=int, default=None, metavar="d")
-    speculative.add_argument("--adaptive", action="store_true", help="K is an upper bound")
+    add_decoding_options(parser)
     parser.add_argument("--implementation", help='of the attention ops: "xla" or "pallas"')
     parser.add_argument("--stats", action="store_true", help="print all statistics as JSON")
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
@@ -41,19 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import sparse_loop_jax as slj
 
-    if args.speculative_tokens is None and (args.draft_loops is not None or args.adaptive):
-        raise ValueError("--draft-loops and --adaptive need --speculative-tokens")
     if args.stream and len(args.prompt) > 1:
         raise ValueError(f"--stream prints one text at a time, got {len(args.prompt)} prompts")
-    sparse = speculative = None
-    if args.retention is not None:
-        sparse = slj.SparseDecodeConfig(key_retention=args.retention)
-    if args.speculative_tokens is not None:
-        speculative = slj.SpeculativeConfig(
-            num_speculative_tokens=args.speculative_tokens,
-            draft_loops=2 if args.draft_loops is None else args.draft_loops,
-            adaptive=args.adaptive,
-        )
+    sparse, speculative = decoding_configs(args)
     model = slj.load(args.model, dtype=args.dtype, revision=args.revision)
     options = {
         "max_new_tokens": args.max_new_tokens,

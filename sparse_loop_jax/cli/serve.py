@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from sparse_loop_jax.cli.decoding_options import add_decoding_options, decoding_configs
 from sparse_loop_jax.cli.inspect import memory_size
 
 HELP = "serve a checkpoint over HTTP, as OpenAI's API does"
@@ -31,16 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shutdown-seconds", type=float, default=30, metavar="S", help="to let requests end"
     )
     http.add_argument("--access-log", action="store_true", help="a line for each request")
-    sparse = parser.add_argument_group("cross-loop sparse decode attention")
-    sparse.add_argument(
-        "--retention",
-        type=float,
-        help="share of the keys that loops after the second read; 1 is dense",
-    )
-    speculative = parser.add_argument_group("self-speculation")
-    speculative.add_argument("--speculative-tokens", type=int, metavar="K")
-    speculative.add_argument("--draft-loops", type=int, default=None, metavar="d")
-    speculative.add_argument("--adaptive", action="store_true", help="K is an upper bound")
+    add_decoding_options(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--max-num-seqs", type=int, default=8, metavar="N", help="at once")
     engine.add_argument("--max-context", type=int, metavar="TOKENS", help="default: model's")
@@ -57,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.speculative_tokens is None and (args.draft_loops is not None or args.adaptive):
-        raise ValueError("--draft-loops and --adaptive need --speculative-tokens")
+    sparse, speculative = decoding_configs(args)
     kv_bytes = None if args.kv_memory is None else memory_size(args.kv_memory, "--kv-memory")
     try:
         from sparse_loop_jax.serve.server import Server, bind, url_of
@@ -90,16 +81,10 @@ def run(args: argparse.Namespace) -> int:
             max_prefill_tokens=args.max_prefill_tokens,
             policy=args.policy,
         ),
+        "sparse": sparse,
+        "speculative": speculative,
         "implementation": args.implementation,
     }
-    if args.retention is not None:
-        options["sparse"] = slj.SparseDecodeConfig(key_retention=args.retention)
-    if args.speculative_tokens is not None:
-        options["speculative"] = slj.SpeculativeConfig(
-            num_speculative_tokens=args.speculative_tokens,
-            draft_loops=2 if args.draft_loops is None else args.draft_loops,
-            adaptive=args.adaptive,
-        )
     # A port that is taken should not be found out after the weights were read.
     listener = bind(config.host, config.port)
     try:
