@@ -8,21 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from store_cases import BATCH, CAPACITY, MODEL, ROWS, SLOTS, payload
 
-from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.sparse import store as rs
 from sparse_loop_jax.sparse.store import ReferenceLease, SparseDecodePlan
-
-MODEL = OuroConfig(
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    num_key_value_heads=1,
-    head_dim=4,
-)
-SLOTS, CAPACITY, BATCH, ROWS = 8, 5, 2, 3
 
 reserve = jax.jit(rs.reserve, static_argnames="max_rows")
 plan = jax.jit(rs.plan)
@@ -47,19 +36,6 @@ def plan_all(store, lease):
     made, refused = plan(store, lease, lease.slots < store.slots)
     assert not refused.any()
     return made
-
-
-def payload(value: int, shape=(BATCH, ROWS)):
-    """counts, positions, mass, base of rows, each recognisable by `value` and its place."""
-    row = np.arange(np.prod(shape)).reshape(shape)
-    heads, dim = MODEL.num_attention_heads, MODEL.head_dim
-    return (
-        jnp.full(shape, 1 + value % CAPACITY, jnp.int32),
-        jnp.asarray(np.broadcast_to(row[..., None, None], (*shape, heads, CAPACITY)))
-        .astype(jnp.uint16) + jnp.uint16(100 * value),
-        jnp.full((*shape, heads), value / 64, jnp.float32),
-        jnp.full((*shape, heads, dim), value, jnp.float32),
-    )  # fmt: skip
 
 
 def capture(store, rows: SparseDecodePlan, value: int):

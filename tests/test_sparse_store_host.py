@@ -5,40 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from store_cases import CAPACITY, MODEL, held_store, payload
 
-from sparse_loop_jax.models.config import OURO_1_4B, OuroConfig
+from sparse_loop_jax.models.config import OURO_1_4B
 from sparse_loop_jax.sparse import SparseDecodeConfig, StaleLeaseError, store as rs
-
-MODEL = OuroConfig(
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    num_key_value_heads=1,
-    head_dim=4,
-)
-SLOTS, CAPACITY, BATCH, ROWS = 8, 5, 2, 3
-
-
-def payload(value: int, shape=(BATCH, ROWS)):
-    """counts, positions, mass, base of rows, each recognisable by `value`."""
-    heads, dim = MODEL.num_attention_heads, MODEL.head_dim
-    return (
-        jnp.full(shape, 1 + value % CAPACITY, jnp.int32),
-        jnp.full((*shape, heads, CAPACITY), value, jnp.uint16),
-        jnp.full((*shape, heads), value / 64, jnp.float32),
-        jnp.full((*shape, heads, dim), value, jnp.float32),
-    )
-
-
-def held_store():
-    """A store, a lease of its first rows and the plan of all of them."""
-    store = rs.create(MODEL, slots=SLOTS, capacity=CAPACITY)
-    store, lease = rs.reserve(store, jnp.int32([2, 2]), ROWS)
-    rows, refused = rs.plan(store, lease, lease.slots < SLOTS)
-    assert not refused.any()
-    return store, lease, rows
 
 
 def test_check_raises_with_what_was_refused():

@@ -7,31 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from store_cases import CAPACITY, MODEL, ROWS, SLOTS, held_store, payload
 
-from sparse_loop_jax.models.config import OuroConfig
 from sparse_loop_jax.sparse import store as rs
-
-MODEL = OuroConfig(
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    num_key_value_heads=1,
-    head_dim=4,
-)
-SLOTS, CAPACITY, BATCH, ROWS = 8, 5, 2, 3
-
-
-def payload(value: int, shape=(BATCH, ROWS)):
-    """counts, positions, mass, base of rows, each recognisable by `value`."""
-    heads, dim = MODEL.num_attention_heads, MODEL.head_dim
-    return (
-        jnp.full(shape, 1 + value % CAPACITY, jnp.int32),
-        jnp.full((*shape, heads, CAPACITY), value, jnp.uint16),
-        jnp.full((*shape, heads), value / 64, jnp.float32),
-        jnp.full((*shape, heads, dim), value, jnp.float32),
-    )
 
 
 def leaves(store):
@@ -41,15 +19,6 @@ def leaves(store):
 def assert_same(one, other):
     for a, b in zip(leaves(one), leaves(other), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def held_store():
-    """A store, a lease of its first rows and the plan of all of them."""
-    store = rs.create(MODEL, slots=SLOTS, capacity=CAPACITY)
-    store, lease = rs.reserve(store, jnp.int32([2, 2]), ROWS)
-    rows, refused = rs.plan(store, lease, lease.slots < SLOTS)
-    assert not refused.any()
-    return store, lease, rows
 
 
 def one_round(store, value):
