@@ -268,7 +268,7 @@ def test_a_local_directory_comes_first(hub, directory, monkeypatch):
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:39], COMMIT.upper()])
 def test_a_hub_id_needs_a_commit(hub, monkeypatch, tmp_path, revision):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="needs revision=<commit hash of 40 hex digits>"):
+    with pytest.raises(ValueError, match="revision must be the hash of a commit, 40 hex"):
         load("ByteDance/Ouro-1.4B", revision=revision)
     assert not hub.calls
 

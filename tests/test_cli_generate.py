@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 import sparse_loop_jax as slj
-from sparse_loop_jax.cli import main, naming
+from sparse_loop_jax.cli import main, naming, notes
 
 PROMPT = "Once upon a time"
 BOTH = ["--retention", "0.25", "--speculative-tokens", "2", "--draft-loops", "1"]
@@ -105,7 +107,37 @@ def test_options_reach_generate(ascii_checkpoint, monkeypatch):
 def test_a_stream_prints_the_same_text(generate, expected, flags):
     out, err = generate(PROMPT, "--stream", *flags)
     assert out == f"{PROMPT}{expected[0.25 if flags else 1.0]}\n"
-    assert err == ""
+    assert re.fullmatch(r"\[\d+ tokens; .*\]\n", err)
+    assert ("drafts accepted" in err) == bool(flags)
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"]])
+def test_a_text_that_the_context_ends_is_told(ascii_checkpoint, generate, flags):
+    context = slj.load(ascii_checkpoint).config.max_position_embeddings
+    room = context - len(PROMPT) + 1  # one character is one token; the last needs no K/V
+    _, err = generate(PROMPT, "--max-new-tokens", str(room), *flags)
+    assert "note" not in err
+    _, err = generate(PROMPT, "--max-new-tokens", str(room + 1), *flags)
+    assert (
+        f"note: 1 of 1 texts ended at the model's context of {context} tokens, after {room} "
+        f"of {room + 1} new ones\n"
+    ) in err
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "version", "told"),
+    [
+        ("bfloat16", None, (0, 10, 2), True),
+        ("bfloat16", "bfloat16", (0, 10, 2), False),
+        ("float32", None, (0, 10, 2), False),
+        ("bfloat16", None, (0, 11, 0), False),
+    ],
+)
+def test_a_slow_dtype_is_told(monkeypatch, capsys, stored, asked, version, told):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    notes.note_slow_dtype(SimpleNamespace(dtype=jax.numpy.dtype(stored)), asked)
+    assert ("add --dtype float32" in capsys.readouterr().err) == told
 
 
 def test_samples_follow_the_seed(generate):

@@ -144,7 +144,7 @@ def test_the_output_is_that_of_the_dense_op_asked_for(paged_case):
     for name in ("pallas", None):
         out = capture(*case.args, counts, dense_implementation=name).out
         np.testing.assert_array_equal(out, paged_attention(*case.args, implementation=name))
-    with pytest.raises(ValueError, match="no implementation 'cuda'"):
+    with pytest.raises(ValueError, match="of paged_attention's, pallas, xla: got 'cuda'"):
         capture(*case.args, counts, dense_implementation="cuda")
 
 

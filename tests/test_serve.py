@@ -400,7 +400,7 @@ def test_a_thread_that_compiles_does_not_abort_the_end(
     with pytest.raises(SystemExit) as left:
         main(["serve", str(checkpoint), "--port", "0", "--max-context", str(CONTEXT)])
     assert left.value.code == status
-    assert capsys.readouterr().err.endswith("compiling\n" + told)
+    assert capsys.readouterr().err.endswith("first requests\n" + told)
 
 
 def test_a_port_that_is_taken_is_found_out_first(capsys, tmp_path):

@@ -266,6 +266,8 @@ def test_after_the_warm_up_short_requests_compile_nothing(load_gold, compile_cou
     thread.start()
     try:
         thread.warm_up().result(300)
+        counted = thread.call(slj.Engine.metrics).result(60)
+        assert counted["requests_finished_length"] == counted["generated_tokens"] == 0
 
         def serve(count, temperature):
             params = slj.SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True)

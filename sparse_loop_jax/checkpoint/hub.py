@@ -31,8 +31,8 @@ def download(repository: str, revision: str | None) -> Path:
     """
     if revision is None or not _COMMIT.fullmatch(revision):
         raise ValueError(
-            f"{repository}: is taken for a Hub id, as there is no such local directory; that "
-            f"needs revision=<commit hash of 40 hex digits>, got {revision!r}"
+            f"revision must be the hash of a commit, 40 hex digits, got {revision!r}: "
+            f"{repository} is taken for a Hub id, as there is no such local directory"
         )
     try:
         import huggingface_hub

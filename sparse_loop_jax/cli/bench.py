@@ -8,7 +8,7 @@ import functools
 import re
 from pathlib import Path
 
-from sparse_loop_jax.cli import bench_options, bench_serve
+from sparse_loop_jax.cli import bench_options, bench_serve, notes
 from sparse_loop_jax.cli.bench_options import add_arguments as add_arguments
 from sparse_loop_jax.cli.evaluate import check_directory, parse_retentions
 
@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         return _tune(args, cases)
     if args.benchmark == "serve":
         return _serve(args, model.SHAPES[args.shape], retentions)
+    if args.shape != "tiny" and platform() == "cpu":
+        notes.note(f"no GPU here: {args.shape} may take hours; --shape tiny is quick")
     rows = _BENCHMARKS[args.benchmark](args, model.SHAPES[args.shape], cases, retentions)
     report.print_table(f"bench {args.benchmark}", rows, _setup(args))
     _save(args, rows)

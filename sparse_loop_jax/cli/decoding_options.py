@@ -17,7 +17,9 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
         help="share of the keys that loops after the second read; 1 is dense",
     )
     speculative = parser.add_argument_group("self-speculation")
-    speculative.add_argument("--speculative-tokens", type=int, metavar="K")
+    speculative.add_argument(
+        "--speculative-tokens", type=int, metavar="K", help="drafted a round; default: none"
+    )
     speculative.add_argument("--draft-loops", type=int, metavar="d", help="default: 2")
     speculative.add_argument("--adaptive", action="store_true", help="K is an upper bound")
 

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+from sparse_loop_jax.cli.notes import note_slow_dtype
+
 HELP = "measure what sparse decoding and drafts cost in quality, at several retentions"
 
 _RETENTIONS = "1,0.5,0.25,0.1,0.05,0.02"
@@ -65,8 +67,10 @@ def run(args: argparse.Namespace) -> int:
     questions = None
     if tasks is not None:
         questions = evenly(read_questions(tasks, names["tasks"]), args.questions)
+    model = slj.load(args.model, dtype=args.dtype, revision=args.revision)
+    note_slow_dtype(model, args.dtype)
     result = evaluate(
-        slj.load(args.model, dtype=args.dtype, revision=args.revision),
+        model,
         retentions=retentions,
         text=text,
         questions=questions,

@@ -7,6 +7,7 @@ import json
 import sys
 
 from sparse_loop_jax.cli.decoding_options import add_decoding_options, decoding_configs
+from sparse_loop_jax.cli.notes import note_context_ends, note_slow_dtype
 
 HELP = "continue prompts with a checkpoint, or with the bundled model"
 
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--stream prints one text at a time, got {len(args.prompt)} prompts")
     sparse, speculative = decoding_configs(args)
     model = slj.load(args.model, dtype=args.dtype, revision=args.revision)
+    note_slow_dtype(model, args.dtype)
+    context = model.config.max_position_embeddings
     options = {
         "max_new_tokens": args.max_new_tokens,
         "sparse": sparse,
@@ -53,15 +56,15 @@ def run(args: argparse.Namespace) -> int:
         "implementation": args.implementation,
     }
     if args.stream:
-        return _stream(slj.stream(model, args.prompt, **options), args.prompt[0])
+        return _stream(slj.stream(model, args.prompt, **options), args, context)
     out = slj.generate(model, args.prompt, **options)
     for prompt, text, ids in zip(
         args.prompt, out.texts or [None] * len(out.token_ids), out.token_ids, strict=True
     ):
         print(f"{prompt}{text if text is not None else f' {ids}'}\n")
-    print(summary(out.stats), file=sys.stderr)
-    if args.stats:
-        print(json.dumps(vars(out.stats), indent=2))
+    counts = list(map(len, out.token_ids))
+    note_context_ends(counts, out.finish_reasons, args.max_new_tokens, context)
+    _tell(out.stats, args)
     return 0
 
 
@@ -87,10 +90,21 @@ def summary(stats) -> str:
     return "[" + "; ".join(parts) + "]"
 
 
-def _stream(chunks, prompt: str) -> int:
-    print(prompt, end="", flush=True)
+def _stream(chunks, args: argparse.Namespace, context: int) -> int:
+    print(args.prompt[0], end="", flush=True)
+    count = 0
     for chunk in chunks:
         text = chunk.text if chunk.text is not None else f" {chunk.token_ids}"
         print(text, end="", flush=True)
-    print()
+        count += len(chunk.token_ids)
+        if chunk.stats is not None:
+            print()
+            note_context_ends([count], [chunk.finish_reason], args.max_new_tokens, context)
+            _tell(chunk.stats, args)
     return 0
+
+
+def _tell(stats, args: argparse.Namespace) -> None:
+    print(summary(stats), file=sys.stderr)
+    if args.stats:
+        print(json.dumps(vars(stats), indent=2))

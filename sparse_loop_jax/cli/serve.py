@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from sparse_loop_jax.cli.decoding_options import add_decoding_options, decoding_configs
 from sparse_loop_jax.cli.inspect import memory_size
+from sparse_loop_jax.cli.notes import note_slow_dtype
 
 HELP = "serve a checkpoint over HTTP, as OpenAI's API does"
 
@@ -95,13 +96,15 @@ def run(args: argparse.Namespace) -> int:
     except BaseException:
         listener.close()
         raise
+    note_slow_dtype(model, args.dtype)
     where = url_of(listener)
     ready = f"serving {config.model_name} on {where}, context {service.tokens.max_context}"
     server = Server(
         service, started=lambda: print(ready, flush=True), access_log=args.access_log
     )
     if not args.no_warm_up:
-        print("compiling", file=sys.stderr)
+        told = "compiling, for a minute or so; --no-warm-up leaves it to the first requests"
+        print(told, file=sys.stderr)
     try:
         server.serve_on(listener, warm_up=not args.no_warm_up)
     except BaseException as error:

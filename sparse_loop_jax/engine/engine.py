@@ -206,6 +206,10 @@ class Engine:
         """Counters since the start, what is in use now, and times, by name."""
         return self._loop.metrics.as_dict(self._loop.gauges())
 
+    def reset_metrics(self) -> None:
+        """Counts and times from here on, as of a new engine."""
+        self._loop.metrics = Metrics()
+
     def prometheus(self) -> str:
         """The same in Prometheus' text format."""
         return self._loop.metrics.prometheus(self._loop.gauges())

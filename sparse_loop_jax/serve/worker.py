@@ -244,6 +244,7 @@ def _warm_up(engine: Engine) -> None:
     for temperature in (0.0, 1.0):
         for prompts in dict.fromkeys((1, rows)):
             _try(engine, temperature=temperature, prompts=prompts, tokens=tokens)
+    engine.reset_metrics()  # none of it was anybody's
 
 
 def _try(engine: Engine, *, temperature: float, prompts: int = 1, tokens: int = 2) -> None:
