@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import openai
 import pytest
-import tokenizers
-from echo_server import start
+from echo_server import servers, start
 
-from sparse_loop_jax.data import tiny_ouro
+import sparse_loop_jax as slj
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tokenizers.Tokenizer.from_file(str(tiny_ouro() / "tokenizer.json"))
+    return slj.load().tokenizer
 
 
 @pytest.fixture
 def serve(tokenizer):
-    """A function that starts a server and gives a `Running`; all are stopped in the end."""
-    with contextlib.ExitStack() as stack:
-
-        def begin(**options):
-            running = start(**{"tokenizer": tokenizer, "max_waiting": 2, **options})
-            stack.callback(running.stop)
-            return running
-
+    with servers(tokenizer) as begin:
         yield begin
 
 

@@ -282,3 +282,18 @@ def test_after_the_warm_up_short_requests_compile_nothing(load_gold, compile_cou
     finally:
         assert thread.stop(timeout=60)
     assert not thread.running
+
+
+def test_the_warm_up_fits_a_pool_of_one_page(load_gold):
+    engine = slj.Engine(
+        load_gold("mha").model(),
+        cache=slj.CacheConfig(num_pages=4, page_size=8),
+        scheduler=slj.SchedulerConfig(max_num_seqs=2, max_context=64),
+    )
+    assert engine.memory_plan.max_context == 8
+    thread = EngineThread(engine, lambda news: None)
+    thread.start()
+    try:
+        thread.warm_up().result(300)
+    finally:
+        assert thread.stop(timeout=60)

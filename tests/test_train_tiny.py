@@ -129,11 +129,15 @@ def test_a_checkpoint_of_another_model_is_refused(run):
         state.restore(run / "checkpoints", config, settings)
 
 
-def test_muon_levels_the_singular_values_of_matrices_alone(small):
-    _, params, _ = small
-    gradient = jax.tree.map(
+def _gradient(params):
+    return jax.tree.map(
         lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
     )
+
+
+def test_muon_levels_the_singular_values_of_matrices_alone(small):
+    _, params, _ = small
+    gradient = _gradient(params)
 
     def first_step(rule) -> Any:
         transform = state.make_optimizer(params, state.Optimizer(rule))
@@ -155,9 +159,7 @@ def test_muon_levels_the_singular_values_of_matrices_alone(small):
 @pytest.mark.parametrize("rule", state.RULES)
 def test_matrices_and_tables_have_a_decay_each(small, rule):
     _, params, _ = small
-    gradient = jax.tree.map(
-        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
-    )
+    gradient = _gradient(params)
 
     def first_step(*decays) -> Any:
         transform = state.make_optimizer(params, state.Optimizer(rule, *decays))

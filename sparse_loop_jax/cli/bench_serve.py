@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from sparse_loop_jax.cli.decoding_options import speculative_config
+
 
 def run(args: argparse.Namespace, config, retentions: list[float]) -> list[dict[str, Any]]:
     """Replays the workload dense and with each retention, prints, and gives the rows."""
@@ -23,12 +25,7 @@ def run(args: argparse.Namespace, config, retentions: list[float]) -> list[dict[
         )
     else:
         arrivals = serve_workload.read_workload(args.workload)
-    speculative = None
-    if args.speculative_tokens is not None:
-        draft_loops = 2 if args.draft_loops is None else args.draft_loops
-        speculative = slj.SpeculativeConfig(args.speculative_tokens, draft_loops)
-    elif args.draft_loops is not None:
-        raise ValueError("--draft-loops needs --speculative-tokens")
+    speculative = speculative_config(args)
     if args.model is None:
         model = slj.Ouro(config, rngs=0, dtype=args.dtype)
     else:

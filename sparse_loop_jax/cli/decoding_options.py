@@ -32,18 +32,32 @@ def decoding_configs(
     Raises:
       ValueError: a value is out of range, or options of speculation without it.
     """
-    if args.speculative_tokens is None and (args.draft_loops is not None or args.adaptive):
-        raise ValueError("--draft-loops and --adaptive need --speculative-tokens")
+    speculative = speculative_config(args)
+    if args.retention is None:
+        return None, speculative
 
     import sparse_loop_jax as slj
 
-    sparse = speculative = None
-    if args.retention is not None:
-        sparse = slj.SparseDecodeConfig(key_retention=args.retention)
-    if args.speculative_tokens is not None:
-        speculative = slj.SpeculativeConfig(
-            num_speculative_tokens=args.speculative_tokens,
-            draft_loops=2 if args.draft_loops is None else args.draft_loops,
-            adaptive=args.adaptive,
-        )
-    return sparse, speculative
+    return slj.SparseDecodeConfig(key_retention=args.retention), speculative
+
+
+def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
+    """The part of `decoding_configs` that speculates, also for a command without --adaptive."""
+    adaptive = getattr(args, "adaptive", False)
+    if args.speculative_tokens is None:
+        if args.draft_loops is not None or adaptive:
+            names = (
+                "--draft-loops and --adaptive need"
+                if "adaptive" in args
+                else "--draft-loops needs"
+            )
+            raise ValueError(f"{names} --speculative-tokens")
+        return None
+
+    import sparse_loop_jax as slj
+
+    return slj.SpeculativeConfig(
+        num_speculative_tokens=args.speculative_tokens,
+        draft_loops=2 if args.draft_loops is None else args.draft_loops,
+        adaptive=adaptive,
+    )

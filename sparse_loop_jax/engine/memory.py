@@ -39,7 +39,8 @@ class MemoryPlan:
       device_free: what the device reported free, None where it reports nothing.
       num_pages: pages of a layer, a multiple of the loops.
       page_size: tokens in a page.
-      max_context: longest prompt and continuation that is served.
+      max_context: longest prompt and continuation that is served: what was asked for, and no
+        more than the pool holds.
     """
 
     weights: int
@@ -126,7 +127,7 @@ def plan_memory(
             device_free=free,
             num_pages=num_blocks * loops,
             page_size=sizing.page_size,
-            max_context=sizing.max_context,
+            max_context=min(sizing.max_context, num_blocks * size),
         )
         return plan, sizing
 

@@ -117,10 +117,7 @@ def token_ids(model: Ouro, prompt, name: str) -> np.ndarray:
                 f"{name} is text and the model has no tokenizer: pass token ids, or load a "
                 "checkpoint with a tokenizer.json"
             )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{name} is no Unicode text: {error}") from None
+        require_unicode(prompt, name)
         prompt = model.tokenizer.encode(prompt).ids
     ids = id_array(prompt, name)
     if ids.size == 0:
@@ -131,3 +128,11 @@ def token_ids(model: Ouro, prompt, name: str) -> np.ndarray:
             f"shape {ids.shape}"
         )
     return within_vocabulary(ids, model.config.vocab_size, name)
+
+
+def require_unicode(text: str, name: str) -> None:
+    """Raises ValueError for what no tokenizer takes: halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is no Unicode text: {error}") from None

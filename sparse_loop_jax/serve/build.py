@@ -38,7 +38,6 @@ def make_service(
     Raises:
       ValueError: as `Engine`.
     """
-    cache = CacheConfig() if cache is None else cache
     scheduler = SchedulerConfig() if scheduler is None else scheduler
     engine = Engine(
         model,
@@ -48,14 +47,12 @@ def make_service(
         speculative=speculative,
         implementation=implementation,
     )
-    plan = engine.memory_plan
-    pool_tokens = plan.num_pages // model.config.total_ut_steps * cache.page_size
     return Service(
         model,
         engine,
         config,
         template=template,
-        max_context=min(plan.max_context, pool_tokens),
+        max_context=engine.memory_plan.max_context,
         rows=scheduler.max_num_seqs,
         by_priority=scheduler.policy == "priority",
     )

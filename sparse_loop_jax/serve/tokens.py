@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from sparse_loop_jax.generation.inputs import require_unicode
 from sparse_loop_jax.models.ouro import Ouro
 from sparse_loop_jax.serve.errors import ApiError
 
@@ -81,9 +82,9 @@ class Tokens:
         if len(text) > self.max_context * self.longest:
             raise _too_long(f"{len(text)} characters", self.max_context)
         try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise _bad(f"the prompt is no Unicode text: {error}") from None
+            require_unicode(text, "the prompt")
+        except ValueError as error:
+            raise _bad(str(error)) from None
 
     def _checked(self, ids: list[int]) -> list[int]:
         if len(ids) > self.max_context:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +150,19 @@ class Running:
             return reply.status, reply.headers, json.loads(text) if is_json else text.decode()
         finally:
             connection.close()
+
+
+@contextlib.contextmanager
+def servers(tokenizer) -> Iterator[Callable[..., Running]]:
+    """A function that starts a server as `start` does; all are stopped in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(**options):
+            running = start(**{"tokenizer": tokenizer, "max_waiting": 2, **options})
+            stack.callback(running.stop)
+            return running
+
+        yield begin
 
 
 def start(tokenizer, *, by_priority=False, **config) -> Running:
