@@ -118,8 +118,21 @@ def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(corpus, run, t
         train.main(arguments(corpus, run))
     with pytest.raises(ValueError, match=r"other settings \(then, now\): \{'seed': \(0, 1\)\}"):
         train.main(arguments(corpus, run, "--resume", "--seed", "1"))
-    with pytest.raises(ValueError, match="no checkpoint to resume"):
+    with pytest.raises(ValueError, match="has no checkpoint: leave --resume out"):
         train.main(arguments(corpus, tmp_path, "--resume"))
+
+
+def test_a_run_can_begin_with_the_weights_of_another(corpus, run, tmp_path):
+    """With another optimizer, at another length: it begins where the other one ended."""
+    out = tmp_path / "second"
+    more = ["--weights-of", str(run), "--optimizer", "adamw", "--stages", "1:192"]
+    assert train.main(arguments(corpus, out, *more, "--peak", "1e-9", "--steps", "10"))
+    whole, moved = (export.trained(folder, corpus).params for folder in (run, out))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, moved)
+    first, last = log_of(out, "step")[0]["loss"], log_of(run, "step")[-1]["loss"]
+    assert abs(first - last) < 0.5 < abs(first - log_of(run, "step")[0]["loss"])
+    with pytest.raises(ValueError, match="has no checkpoint: name the --out of a training"):
+        train.main(arguments(corpus, tmp_path / "third", "--weights-of", str(tmp_path)))
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):
@@ -127,6 +140,8 @@ def test_a_checkpoint_of_another_model_is_refused(run):
     config = OuroConfig(**settings["model"] | {"intermediate_size": 64})
     with pytest.raises(ValueError, match=r"array \d+ is float32\[96, 32\], the model has"):
         state.restore(run / "checkpoints", config, settings)
+    with pytest.raises(ValueError, match=r"array \d+ is float32\[96, 32\], the model has"):
+        state.restore_weights(run / "checkpoints", config)
 
 
 def _gradient(params):
@@ -515,6 +530,6 @@ def test_questions_are_drawn_anew_for_another_seed(corpus):
 def test_settings_hold_all_that_decides_the_result(corpus, run):
     settings = json.loads((run / "settings.json").read_text())
     assert set(settings) == {
-        "model", "objective", "schedule", "mixture", "optimizer", "seed"
+        "model", "objective", "schedule", "mixture", "optimizer", "seed", "weights_of"
     }  # fmt: skip
     assert options.schedule_of(settings).steps == STEPS

@@ -23,6 +23,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--corpus", type=Path, default=Path("out/corpus"))
     files.add_argument("--out", type=Path, default=Path("out/run"))
     files.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    files.add_argument(
+        "--weights-of", type=Path, metavar="RUN",
+        help="begin with the weights of another run, as they are now, not with random ones",
+    )  # fmt: skip
     budget = parser.add_argument_group("budget").add_mutually_exclusive_group(required=True)
     budget.add_argument("--minutes", type=float, help="of training steps, over all commands")
     budget.add_argument("--steps", type=int)
@@ -120,6 +124,7 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
             Optimizer(args.optimizer, args.weight_decay, args.table_decay)
         ),
         "seed": args.seed,
+        "weights_of": str(args.weights_of) if args.weights_of else None,
     }
 
 

@@ -145,11 +145,7 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
     Raises:
       ValueError: there is none, it is of other settings, or its arrays are of another model.
     """
-    pointer = directory / NEWEST
-    if not pointer.is_file():
-        raise ValueError(f"{directory} has no checkpoint to resume: leave --resume out")
-    source = directory / pointer.read_text("utf-8")
-    facts = json.loads((source / "state.json").read_text("utf-8"))
+    source, facts = _newest(directory, "leave --resume out")
     changed = {
         name: (facts["settings"].get(name), settings.get(name))
         for name in sorted({*facts["settings"], *settings})
@@ -164,6 +160,31 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
     expected = jax.eval_shape(
         lambda p: (p, make_optimizer(p, optimizer_of(settings)).init(p)), shapes
     )
+    params, optimizer = _arrays(source, expected)
+    return TrainState(params, optimizer, facts["step"], facts["seconds"], facts["tokens"])
+
+
+def restore_weights(directory: Path, config: OuroConfig) -> OuroParams:
+    """The weights alone of the newest checkpoint, whatever trained them.
+
+    Raises:
+      ValueError: there is none, or its arrays are of another model.
+    """
+    source, _ = _newest(directory, "name the --out of a training")
+    return _arrays(source, param_shapes(config, "float32"))  # they come first
+
+
+def _newest(directory: Path, mend: str) -> tuple[Path, dict]:
+    """The newest checkpoint's folder, and its facts."""
+    pointer = directory / NEWEST
+    if not pointer.is_file():
+        raise ValueError(f"{directory} has no checkpoint: {mend}")
+    source = directory / pointer.read_text("utf-8")
+    return source, json.loads((source / "state.json").read_text("utf-8"))
+
+
+def _arrays(source: Path, expected: Any) -> Any:
+    """The first arrays of a checkpoint in the structure of `expected`, shapes of arrays."""
     wanted, structure = jax.tree.flatten(expected)
     leaves = [np.load(source / f"{index:03d}.npy") for index in range(len(wanted))]
     for index, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
@@ -172,5 +193,4 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
                 f"{source}: array {index} is {leaf.dtype}{list(leaf.shape)}, the model has "
                 f"{want.dtype}{list(want.shape)}"
             )
-    params, optimizer = jax.tree.unflatten(structure, [jax.numpy.asarray(x) for x in leaves])
-    return TrainState(params, optimizer, facts["step"], facts["seconds"], facts["tokens"])
+    return jax.tree.unflatten(structure, [jax.numpy.asarray(x) for x in leaves])

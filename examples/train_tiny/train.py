@@ -33,7 +33,15 @@ from .objective import Batch, Objective, loss_and_metrics
 from .options import add_options, config_of, schedule_of, settings_of
 from .schedule import Schedule
 from .scoring import quick_look, rounded_list
-from .state import Optimizer, TrainState, make_optimizer, optimizer_of, restore, save
+from .state import (
+    Optimizer,
+    TrainState,
+    make_optimizer,
+    optimizer_of,
+    restore,
+    restore_weights,
+    save,
+)
 
 
 @functools.partial(
@@ -197,7 +205,10 @@ def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
         return restore(folder, config, settings)
     if folder.exists():
         raise ValueError(f"{args.out} has a run in it: resume it (--resume) or name another")
-    params = initial_params(config, jax.random.key(args.seed))
+    if args.weights_of:
+        params = restore_weights(args.weights_of / "checkpoints", config)
+    else:
+        params = initial_params(config, jax.random.key(args.seed))
     transform = make_optimizer(params, optimizer_of(settings))
     return TrainState(params, transform.init(params), 0, 0.0, 0)
 
