@@ -32,6 +32,9 @@ from sparse_loop_jax.kernels.prefill_attention.mosaic_kernel import (
 MATRIX = gpu.Layout.WGMMA
 OF_ROW, OF_KEY = MATRIX.reduce(1), MATRIX.reduce(0)
 LOG2E = math.log2(math.e)  # exp2 is the hardware's exponential
+# The peak of a row that has seen no score above it. Minus infinity less this is minus infinity;
+# less minus infinity, it would be NaN.
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Sums(NamedTuple):
@@ -86,7 +89,7 @@ def attend_tile(inputs: Inputs, shared: Shared, group, tile: Tile, *, interpret:
     masked = tile.steps - jnp.minimum(tile.shared, jnp.maximum(tile.steps - 1, 0))
     here = _Group(shared, tile, q, limits, group, masked, interpret)
     sums = _Sums(
-        peak=gpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), OF_ROW),
+        peak=gpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), OF_ROW),
         total=gpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROW),
         acc=gpu.layout_cast(jnp.zeros(q.shape, jnp.float32), MATRIX),
         weights=gpu.layout_cast(jnp.zeros((ROWS, KEYS), q.dtype), MATRIX),
@@ -146,6 +149,14 @@ def _dot(weights: jax.Array, values) -> jax.Array:
     return product
 
 
+def _weigh(here: _Group, scores: jax.Array, sums: _Sums):
+    """Peak and total with a block of scores; the factor of what was before; weights."""
+    peak = jnp.maximum(sums.peak, scores.max(axis=1) * here.scale)
+    keep = jnp.exp2(sums.peak - peak)
+    weights = jnp.exp2(scores * here.scale - _spread(peak, scores.shape))
+    return peak, sums.total * keep + weights.sum(axis=1), keep, weights
+
+
 # Blocks that all rows see -----------------------------------------------------------------
 
 
@@ -190,14 +201,6 @@ def _pipelined_block(here: _Group, step, sums: _Sums) -> _Sums:
     return _Sums(peak, total, acc * _spread(keep, acc.shape), weights.astype(here.q.dtype))
 
 
-def _weigh(here: _Group, scores: jax.Array, sums: _Sums):
-    """Peak and total with a block of scores; the factor of what was before; weights."""
-    peak = jnp.maximum(sums.peak, scores.max(axis=1) * here.scale)
-    keep = jnp.exp2(sums.peak - peak)
-    weights = jnp.exp2(scores * here.scale - _spread(peak, scores.shape))
-    return peak, sums.total * keep + weights.sum(axis=1), keep, weights
-
-
 # Blocks of which rows see different parts -------------------------------------------------
 
 
@@ -207,11 +210,7 @@ def _masked_block(here: _Group, step, sums: _Sums) -> _Sums:
     first = (here.tile.steps - 1 - step) * KEYS
     position = first + gpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=MATRIX)
     seen = position < _spread(here.limits, scores.shape)
-    scores = jnp.where(seen, scores * here.scale, -jnp.inf)
-    peak = jnp.maximum(sums.peak, scores.max(axis=1))
-    # -inf minus -inf is nan: a row that has seen no key yet subtracts zero.
-    shift = jnp.where(peak == -jnp.inf, jnp.float32(0), peak)
-    keep = jnp.exp2(sums.peak - shift)
+    peak, total, keep, weights = _weigh(here, jnp.where(seen, scores, -jnp.inf), sums)
 
     def add(_, acc):
         return _add_values(here, step - 1, sums._replace(acc=acc))
@@ -220,8 +219,6 @@ def _masked_block(here: _Group, step, sums: _Sums) -> _Sums:
     acc = acc * _spread(keep, acc.shape)
     spoiled = _clean_values(here, step, seen)
     acc = jnp.where(_spread(spoiled, acc.shape) > 0, jnp.nan, acc)
-    weights = jnp.exp2(scores - _spread(shift, scores.shape))
-    total = sums.total * keep + weights.sum(axis=1)
     here.await_keys(step + 1)
     return _Sums(peak, total, acc, weights.astype(here.q.dtype))
 
