@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -28,9 +29,12 @@ from examples.train_tiny import (
     plan,
     prepare,
     questions,
+    recipe,
+    record,
     schedule,
     scoring,
     state,
+    tables,
     train,
 )
 from sparse_loop_jax.evaluate import read_questions
@@ -133,6 +137,22 @@ def test_a_run_can_begin_with_the_weights_of_another(corpus, run, tmp_path):
     assert abs(first - last) < 0.5 < abs(first - log_of(run, "step")[0]["loss"])
     with pytest.raises(ValueError, match="has no checkpoint: name the --out of a training"):
         train.main(arguments(corpus, tmp_path / "third", "--weights-of", str(tmp_path)))
+    with pytest.raises(ValueError, match=r"--weights-of and --out are both .*: name another"):
+        train.main(arguments(corpus, out, "--weights-of", f"{out}/../second"))
+    more = ["--weights-of", str(run), "--hidden", "48"]
+    with pytest.raises(ValueError, match=r"array 0 is float32\[1024, 32\], the model has"):
+        train.main(arguments(corpus, tmp_path / "third", *more))
+
+
+def test_a_run_can_end_before_its_budget_is_spent(corpus, run, tmp_path):
+    """It is done then, and was no other than the whole run up to there."""
+    out = tmp_path / "run"
+    assert train.main(arguments(corpus, out, "--until", "0.5"))
+    assert log_of(out, "done")[-1]["step"] == STEPS // 2
+    assert log_of(out, "held_out")[-1]["step"] == STEPS // 2
+    whole, part = (log_of(folder, "step") for folder in (run, out))
+    assert [line["loss"] for line in part] == [line["loss"] for line in whole[: len(part)]]
+    assert [line["rate"] for line in part] == [line["rate"] for line in whole[: len(part)]]
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):
@@ -200,6 +220,79 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train_step", broken)
     with pytest.raises(FloatingPointError, match="the loss is nan after step 1"):
         train.main(arguments(corpus, tmp_path / "run"))
+
+
+# The recipe ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toy_recipe(corpus, tmp_path, monkeypatch):
+    """A function (options) that runs the recipe below `tmp_path`, some steps a run."""
+    given = arguments(corpus, tmp_path)[4:]
+    monkeypatch.setattr(recipe, "FIRST", " ".join([*given, "--steps", "8", "--until", "0.5"]))
+    monkeypatch.setattr(
+        recipe, "SECOND", " ".join([*given, "--steps", "4", "--optimizer", "adamw"])
+    )
+    own = ["--corpus", corpus.manifest["directory"], "--out", str(tmp_path)]
+    return lambda *options: recipe.main([*own, *options])
+
+
+def test_the_recipe_goes_on_from_run_to_run(toy_recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipe, "LEARNT", 0.0)
+    # No time for a step, then no bound; options that it does not know go to both runs.
+    assert not toy_recipe("--peak", "5e-3", "--command-minutes", "1e-9")
+    assert capsys.readouterr().out.endswith("paused: run this again\n")
+    assert not (tmp_path / "run").exists()
+    assert toy_recipe("--peak", "5e-3")
+    folders = [tmp_path / "first-1", tmp_path / "run"]
+    first, second = (record.read_record(folder) for folder in folders)
+    assert [first.end().step, second.end().step] == [4, 4]
+    assert [r.settings["schedule"]["peak"] for r in (first, second)] == [5e-3, 5e-3]
+    assert [r.settings["optimizer"]["rule"] for r in (first, second)] == ["muon", "adamw"]
+    assert [r.settings["seed"] for r in (first, second)] == [1, 1]
+    assert second.settings["weights_of"] == str(folders[0])
+    # What is done is not made again.
+    monkeypatch.setattr(train, "main", None)
+    assert toy_recipe("--peak", "5e-3")
+
+
+def test_a_run_of_the_recipe_that_was_stopped_is_resumed(toy_recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "LEARNT", 0.0)
+    done, calls = train.main, []
+
+    def stop_at_first(argv):
+        calls.append(argv)
+        return done([*argv, *["--command-minutes", "0"] * (len(calls) == 1)])
+
+    monkeypatch.setattr(train, "main", stop_at_first)
+    assert not toy_recipe()
+    assert toy_recipe()
+    assert ["--resume" in argv for argv in calls] == [False, True, False]
+    assert [line["step"] for line in log_of(tmp_path / "first-1", "start")] == [0, 0]
+
+
+def test_the_recipe_begins_again_while_pointers_are_not_followed(toy_recipe, tmp_path):
+    logs = r".*first-1/log.jsonl, .*first-2/log.jsonl, .*first-3/log.jsonl"
+    with pytest.raises(RuntimeError, match=rf"no seed of \(1, 2, 3\) .* in {logs}; a higher"):
+        toy_recipe()
+    for seed in (1, 2, 3):
+        first = record.read_record(tmp_path / f"first-{seed}")
+        assert (first.settings["seed"], first.end().done) == (seed, True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_constants_of_the_recipe_are_options_of_train(corpus):
+    common = ["--corpus", corpus.manifest["directory"]]
+    made = []
+    for given in (recipe.FIRST.split(), recipe.SECOND.split()):
+        parser = argparse.ArgumentParser()
+        options.add_options(parser)
+        made.append(options.settings_of(parser.parse_args([*common, *given]), corpus))
+    first, second = made
+    assert first["model"] == second["model"]
+    assert first["optimizer"] == dataclasses.asdict(state.Optimizer())
+    assert (first["schedule"]["minutes"], first["schedule"]["until"]) == (13, 0.33)
+    assert (second["schedule"]["minutes"], second["schedule"]["until"]) == (6.6, 1)
 
 
 # The objective -------------------------------------------------------------------------
@@ -332,6 +425,10 @@ def test_the_schedule():
     assert made.rate(100, 1.0) == pytest.approx(0.02)
     assert made.progress(25, 1e9) == 0.25
     assert schedule.Schedule(minutes=2.0, stages=stages).progress(10**9, 60.0) == 0.5
+    assert [made.done(step, 0.0) for step in (99, 100)] == [False, True]
+    short = dataclasses.replace(made, until=0.3)
+    assert [short.done(step, 0.0) for step in (29, 30)] == [False, True]
+    assert short.rate(20, 0.2) == made.rate(20, 0.2)
 
 
 def test_a_bad_schedule_is_refused():
@@ -348,6 +445,9 @@ def test_a_bad_schedule_is_refused():
             schedule.Schedule(steps=1, stages=stages)
     with pytest.raises(ValueError, match=r"hops_from=0\.5, hops_by=0\.17"):
         schedule.Schedule(steps=1, stages=parse("1:96"), hops_from=0.5)
+    for until in (0.0, 1.1, math.nan):
+        with pytest.raises(ValueError, match=rf"in \(0, 1\]: --until got {until}"):
+            schedule.Schedule(steps=1, stages=parse("1:96"), until=until)
     for text, got in (
         ("96", "'96'"), ("1:96:192:0.5:2", "'1:96:192:0.5:2'"), ("0.5:96,1:x", "'1:x'"),
         ("1:100", r"'1:100'.*\(192\) must be a multiple of those of a row \(100\)"),
@@ -485,21 +585,100 @@ def test_scores_do_not_see_the_padding(small):
     np.testing.assert_array_equal(one, np.asarray(out.logits).argmax(axis=-1)[:, 0])
 
 
-def test_the_card_carries_both_rows(run, corpus, measured):
-    settings = json.loads((run / "settings.json").read_text())
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    old = json.loads(json.dumps(measured))
+@pytest.fixture(scope="module")
+def two_runs(run) -> list[record.Record]:
+    """A record of a paused run, and of one that went on from its weights."""
+    whole = record.read_record(run)
+    before = [line for line in whole.log if line.get("step", 0) <= 30 and "tokens" not in line]
+    paused = record.Record(
+        whole.settings, [*before, {"kind": "paused", "step": 32, "progress": 0.33}]
+    )
+    settings = json.loads(json.dumps(whole.settings))
+    settings["weights_of"] = "out/first-1"
+    settings["objective"]["entropy"] = 0.3
+    settings["optimizer"] = {"rule": "adamw", "decay": 0.6, "table_decay": 0.5}
+    return [paused, record.Record(settings, whole.log)]
+
+
+def test_the_card_carries_both_models(run, corpus, measured):
+    old = json.loads(json.dumps(measured)) | {"context": 64}
     old["text"]["cross_entropy"] = [1.25, 1.5, 1.75]
     del old["hops_by_steps"]["8"]
-    text = card.card({"this": measured, "old": old}, settings, log, corpus.manifest)
-    new = card.numbers(measured["text"]["cross_entropy"])
+    made = record.read_record(run)
+    text = card.card({"this": measured, "old": old}, [made], corpus.manifest)
+    assert text.startswith("---\nlicense: apache-2.0\n")
+    new = tables.numbers(measured["text"]["cross_entropy"])
     assert f"| held-out cross-entropy, nats per token | {new} | 1.250, 1.500, 1.750 |" in text
-    eight = card.numbers(measured["hops_by_steps"]["8"])
-    assert f"| 8 pointers followed | {eight} | - |" in text
-    assert f"| Run | {STEPS} steps" in text
+    eight = tables.numbers(measured["hops_by_steps"]["8"])
+    assert f"| pointers followed: 8 | {eight} | - |" in text
+    assert "One run, from random weights:" in text
+    assert f"| Run | {STEPS} steps, 0 million tokens, " in text
+    assert "Muon for matrices" in text
     assert "heldout (" in text
+    assert f"(this {LENGTH}, old 64 tokens)" in " ".join(text.split())
+    alone = card.card({"this": measured}, [made], corpus.manifest)
+    assert "contexts differ" not in alone
+    unfinished = record.Record(made.settings, made.log[:-1])
     with pytest.raises(ValueError, match="the run is not done"):
-        card.card({"this": measured}, settings, log[:-1], corpus.manifest)
+        card.card({"this": measured}, [unfinished], corpus.manifest)
+
+
+def test_the_card_tells_of_the_runs_in_order(two_runs, corpus, measured):
+    text = card.card({"this": measured}, two_runs, corpus.manifest)
+    assert text.startswith("---\nlicense: apache-2.0\n")
+    first, second = text.split("First run, from random weights:")[1].split(
+        "Then, from its weights, with a new optimiser:"
+    )
+    seconds = next(line["seconds"] for line in two_runs[0].log if line.get("step") == 30)
+    assert f"| Run | 32 steps, {seconds / 60:.1f} minutes of training steps on" in first
+    assert "weight decay 0.1 of matrices and 0 of the embedding and the head" in first
+    assert f"ended after 33% of a schedule of {STEPS} steps" in first
+    assert f"| Rows | up to 33% {LENGTH} tokens" in first
+    assert "minus 0.1 of that distribution's entropy" in first
+    assert "minus 0.3 of the exit distribution's entropy" in second
+    assert "weight decay 0.6 of matrices and 0.5 of the embedding and the head" in second
+    assert f"| Rows | up to 100% {LENGTH} tokens" in second
+    assert "million tokens" in second.split("## What it can do")[0]
+    assert "ended after" not in second
+    # Each has its own numbers on the way.
+    assert [part.count(f"| {LENGTH} | ") for part in (first, second)] == [1, 2]
+
+
+def test_a_card_of_runs_that_do_not_follow_on_each_other_is_refused(two_runs, corpus, measured):
+    first, second = two_runs
+    killed = record.Record(first.settings, first.log[:-1])
+    for runs, message in (
+        ([second, first], "the run is not done"),
+        ([second], "run 1 of 1 began with the weights of out/first-1: name all runs"),
+        ([first, record.Record(first.settings, second.log)], "run 2 of 2 began with random"),
+        ([killed, second], "neither done nor paused"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            card.card({"this": measured}, runs, corpus.manifest)
+
+
+@pytest.mark.parametrize(
+    ("hops", "recall", "said"),
+    [
+        ([[1, 0, 0], [1, 0.95, 0], [1, 1, 1]], 1.0, "code among records in up to 512 tokens, "
+         "and follows 1 to 3 pointers from record to record. It needs all 3 loops for that: it "
+         "follows 1 after loop 1, 1 to 2 after loop 2. What"),
+        ([[0, 0, 0], [1, 0, 1], [1, 0, 1]], 0.95, "follows 1 to 1 pointers"),
+        ([[0, 0, 0]] * 3, 0.5, "It does not reliably find a code among records, and does not "
+         "follow pointers from record to record."),
+    ],
+)  # fmt: skip
+def test_the_card_says_what_was_measured(hops, recall, said):
+    measured = {
+        "text": {"cross_entropy": [4.0, 3.01, 3.0]},
+        "hops_by_steps": {str(n): [loop[n - 1] for loop in hops] for n in (1, 2, 3)},
+        "recall_by_length": {"256": [1, 1, 1], "512": [0, 0, recall]},
+    }
+    if recall < 0.9:
+        del measured["recall_by_length"]["256"]
+    text = " ".join(card.abilities(measured).split())
+    assert said in text
+    assert text.endswith("In plain text loop 2 is within 1 % of the last or better.")
 
 
 def test_a_corpus_that_is_missing_or_spoilt_is_refused(corpus, tmp_path):
@@ -533,3 +712,6 @@ def test_settings_hold_all_that_decides_the_result(corpus, run):
         "model", "objective", "schedule", "mixture", "optimizer", "seed", "weights_of"
     }  # fmt: skip
     assert options.schedule_of(settings).steps == STEPS
+    # Settings from before a run could end early.
+    del settings["schedule"]["until"]
+    assert options.schedule_of(settings).until == 1.0

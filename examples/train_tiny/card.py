@@ -1,15 +1,23 @@
 """The model card: what was trained on what, and what it can do, beside its predecessor.
 
     python -m examples.train_tiny.card --new out/new.json --old out/old.json \\
-        --run out/run --corpus out/corpus --out out/tiny-ouro/README.md
+        --run out/first-1 out/run --corpus out/corpus --out out/tiny-ouro/README.md
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from .history import training
+from .record import Record, read_record
+from .tables import comparison, table
+
+WIDTH = 96
+GOOD = 0.9  # part of the questions answered from which on a kind of them counts as learnt
 
 HEAD = """---
 license: apache-2.0
@@ -37,119 +45,80 @@ FILES = """
 """
 
 
-def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Markdown of two columns without a heading."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]) + "\n"
+def longest(rows: Mapping[str, Sequence[float]], loop: int) -> int:
+    """The largest key up to which a loop answers nearly all questions, 0 if there is none."""
+    best = 0
+    for key in sorted(rows, key=int):
+        if rows[key][loop] < GOOD:
+            break
+        best = int(key)
+    return best
 
 
-def numbers(values: Sequence[float] | None, digits: int = 3) -> str:
-    """Numbers of loop 1, 2, ..., or a dash where nothing was measured."""
-    return ", ".join(f"{value:.{digits}f}" for value in values) if values else "-"
-
-
-def comparison(models: Mapping[str, dict]) -> str:
-    """One column a model, one row a measurement; cells hold one number a loop."""
-    names = list(models)
-    lines = [
-        "| after loop 1, 2, ... | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 1) + "|",
-    ]
-
-    def row(label: str, pick) -> None:
-        cells = [numbers(pick(models[name])) for name in names]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-
-    row("held-out cross-entropy, nats per token", lambda m: m["text"]["cross_entropy"])
-    row("held-out cross-entropy, nats per byte", lambda m: m["text"]["nats_per_byte"])
-    row(
-        "greedy tokens equal to the last loop's, held-out text",
-        lambda m: m["text"]["agreement"],
-    )
-    row("the same, on text of its own", lambda m: m["own_text"])
-    tables = (
-        ("recall_by_length", "recall of a code in {} tokens"),
-        ("hops_by_steps", "{} pointers followed"),
-        ("hops_by_length", "1 to 8 pointers in {} tokens"),
-    )
-    for name, label in tables:
-        keys = sorted({key for model in models.values() for key in model[name]}, key=int)
-        for key in keys:
-            row(label.format(key), lambda m, n=name, k=key: m[n].get(k))
-    return "\n".join(lines) + "\n"
-
-
-def training(settings: dict, log: Sequence[dict], manifest: dict) -> str:
-    """What the run was, from its own files."""
-    done = [line for line in log if line["kind"] == "done"]
-    if not done:
-        raise ValueError("the run is not done: resume it until its log says so")
-    device = next(line["device"] for line in log if line["kind"] == "start")
-    schedule, mixture = settings["schedule"], settings["mixture"]
-    sources = "; ".join(
-        f"{e['name']} ({e['train_tokens']:,} tokens, {e.get('licence', 'local text')})"
-        for e in manifest["sources"]
-    )
-    steps, seconds, tokens = (done[-1][name] for name in ("step", "seconds", "tokens"))
-    staged = mixture["per_loop"]
-    rule = {"adamw": "AdamW", "muon": "Muon and AdamW"}[settings["optimizer"]["rule"]]
-    objective = (
-        "Ouro's: the cross-entropy expected over the exit distribution of the gate, minus "
-        f"{settings['objective']['entropy']:g} of that distribution's entropy"
-    )
-    if staged:
-        objective += (
-            "; in several-hop questions a loop is asked for the node that is "
-            f"{'a step' if staged == 1 else f'{staged} steps'} further on than the loop before"
-            " it, the last loop for what the answer names next"
+def abilities(measured: dict) -> str:
+    """A paragraph on what a model is good for, by what `evaluate` measured."""
+    loss = measured["text"]["cross_entropy"]
+    chains = [longest(measured["hops_by_steps"], loop) for loop in range(len(loss))]
+    recalled = longest(measured["recall_by_length"], -1)
+    said = "It does not reliably find a code among records"
+    if recalled:
+        said = (
+            "What it can do is look things up in what it reads. It finds a code among records "
+            f"in up to {recalled} tokens"
         )
-    stages = "; ".join(
-        f"up to {stage['until']:.0%} {stage['length']} tokens, {stage['tokens']:,} a step, "
-        f"{stage['synthetic']:.0%} of the rows with a task"
-        for stage in schedule["stages"]
+    if not chains[-1]:
+        said += ", and does not follow pointers from record to record."
+    else:
+        said += f", and follows 1 to {chains[-1]} pointers from record to record."
+        if len(chains) > 1 and max(chains[:-1]) < chains[-1]:
+            earlier = ", ".join(
+                f"{'none' if not n else f'1 to {n}' if n > 1 else '1'} after loop {loop}"
+                for loop, n in enumerate(chains[:-1], start=1)
+            )
+            said += (
+                f" It needs all {len(chains)} loops for that: it follows {earlier}. What "
+                "leaves its later loops out, or spoils them, therefore shows in long chains."
+            )
+    settled = next(loop for loop, nats in enumerate(loss, start=1) if nats <= 1.01 * loss[-1])
+    if settled < len(loss):
+        said += f" In plain text loop {settled} is within 1 % of the last or better."
+    return textwrap.fill(said, WIDTH)
+
+
+def how_asked(models: Mapping[str, dict]) -> str:
+    """What the comparison's numbers are of."""
+    first, *others = models.values()
+    text = (
+        f"{first['questions']} questions of each kind, length and number of pointers; an "
+        "answer is right if every token of it is the likeliest one. An answer to a chain of "
+        "more than 4 pointers names the fourth node as well as the last, so that no token "
+        "stands for more than 4 steps. Nats per byte can be compared between tokenizers, nats "
+        "per token cannot."
     )
-    return table(
-        [
-            ("Text", sources),
-            ("Tasks", "recall, several hops, copying, stories"),
-            ("Objective", objective),
-            ("Rows", stages),
-            ("Run", f"{steps:,} steps, {tokens / 1e6:.0f} million tokens, {rule}, peak rate "
-             f"{schedule['peak']:g}, {seconds / 60:.1f} minutes of training steps on {device}"),
-        ]
-    )  # fmt: skip
-
-
-def progress(log: Sequence[dict]) -> str:
-    """The held-out numbers of the log, thinned to at most 12 rows."""
-    looks = [line for line in log if line["kind"] == "held_out"]
-    keep = looks[:: max(1, -(-len(looks) // 12))]
-    if looks and keep[-1] is not looks[-1]:
-        keep.append(looks[-1])
-    lines = [
-        "| step | tokens a row | cross-entropy | recall | longest chain |",
-        "|---" * 5 + "|",
-    ]
-    for look in keep:
-        hops = max((k for k in look if k.startswith("hops ")), key=lambda k: int(k[5:]))
-        lines.append(
-            f"| {look['step']} | {look['length']} | {numbers(look['cross_entropy'])} | "
-            f"{numbers(look['recall'], 2)} | {hops[5:]}: {numbers(look[hops], 2)} |"
+    if any(other["context"] != first["context"] for other in others):
+        contexts = ", ".join(f"{name} {model['context']}" for name, model in models.items())
+        text += (
+            f" The contexts differ ({contexts} tokens), and a model is asked only the "
+            "questions that fit its own: a dash is a length that does not, and the rows by "
+            "number of pointers are over fewer and shorter questions where the context is "
+            "shorter. Lengths are in this model's tokens; another tokenizer may need more for "
+            "the same text."
         )
-    return "\n".join(lines) + "\n"
+    return textwrap.fill(text, WIDTH) + "\n"
 
 
-def card(
-    models: Mapping[str, dict], settings: dict, log: Sequence[dict], manifest: dict
-) -> str:
+def card(models: Mapping[str, dict], records: Sequence[Record], manifest: dict) -> str:
     """The whole README.
 
     Args:
       models: name -> what `evaluate` measured; the first is the one described.
+      records: of the runs that made it, in order.
 
     Raises:
-      ValueError: the run is not done.
+      ValueError: the last run is not done, or the runs do not follow on each other.
     """
-    model = settings["model"]
+    history = training(records, manifest)
+    model = records[-1].settings["model"]
     shape = (
         f"{model['num_hidden_layers']} layers run {model['total_ut_steps']} times, hidden "
         f"{model['hidden_size']}, {model['num_attention_heads']} heads of {model['head_dim']}, "
@@ -167,14 +136,12 @@ def card(
     return "\n".join(
         [
             HEAD.format(millions=first["parameters"] / 1e6),
+            abilities(first) + "\n",
             table(about),
             "## Training\n",
-            training(settings, log, manifest),
-            "Held-out numbers on the way, one for each loop:\n",
-            progress(log),
+            history,
             "## What it can do\n",
-            f"{first['questions']} questions of each kind, length and number of pointers; an "
-            "answer is right if every token of it is the likeliest one.\n",
+            how_asked(models),
             comparison(models),
         ]
     ) + FILES.format(context=context)
@@ -184,22 +151,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="card", description="Writes the model card")
     parser.add_argument("--new", type=Path, required=True)
     parser.add_argument("--old", type=Path)
-    parser.add_argument("--run", type=Path, default=Path("out/run"))
+    parser.add_argument(
+        "--run", type=Path, nargs="+", default=[Path("out/run")],
+        help="the runs that led to the model, in order",
+    )  # fmt: skip
     parser.add_argument("--corpus", type=Path, default=Path("out/corpus"))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     models = {"this model": json.loads(args.new.read_text("utf-8"))}
     if args.old:
         models["its predecessor"] = json.loads(args.old.read_text("utf-8"))
-    log = [
-        json.loads(line) for line in (args.run / "log.jsonl").read_text("utf-8").splitlines()
-    ]
-    text = card(
-        models,
-        json.loads((args.run / "settings.json").read_text("utf-8")),
-        log,
-        json.loads((args.corpus / "manifest.json").read_text("utf-8")),
-    )
+    manifest = json.loads((args.corpus / "manifest.json").read_text("utf-8"))
+    text = card(models, [read_record(run) for run in args.run], manifest)
     args.out.write_text(text, "utf-8")
 
 

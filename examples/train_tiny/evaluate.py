@@ -23,12 +23,12 @@ from sparse_loop_jax.generation.buckets import power_of_two
 from sparse_loop_jax.models import Ouro
 
 from . import corpus as corpora
-from .card import comparison
 from .corpus import Corpus
 from .network import default_attention
 from .objective import Objective
 from .questions import Asked, draw_hops, draw_recall
 from .scoring import answered, rounded_list, score, score_padded
+from .tables import comparison
 
 TOKENS_AT_A_TIME = 32_768
 SEED = 2**31 + 1  # of questions; training uses small seeds

@@ -31,6 +31,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--minutes", type=float, help="of training steps, over all commands")
     budget.add_argument("--steps", type=int)
     time = parser.add_argument_group("time")
+    time.add_argument(
+        "--until", type=float, default=1.0, metavar="P",
+        help="part of the budget after which the run is done; rate and stages stay those of "
+        "the whole budget",
+    )  # fmt: skip
     time.add_argument("--command-minutes", type=float, help="wall clock of this command")
     time.add_argument("--save-every", type=int, default=400, help="steps between checkpoints")
     time.add_argument("--log-every", type=int, default=20)
@@ -83,6 +88,8 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
         raise ValueError(f"--hidden {args.hidden} is no multiple of --heads {args.heads}")
     if args.attention == "cudnn" and args.dtype == "float32":
         raise ValueError("--attention cudnn has no float32: use --attention chunked")
+    if args.weights_of and args.weights_of.resolve() == args.out.resolve():
+        raise ValueError(f"--weights-of and --out are both {args.out}: name another --out")
     stages = parse_stages(args.stages, tokens=args.batch_tokens, synthetic=args.synthetic)
     schedule = Schedule(
         steps=args.steps,
@@ -92,6 +99,7 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
         warmup=args.warmup,
         hops_from=args.hops_from,
         hops_by=args.hops_by,
+        until=args.until,
     )
     objective = Objective(
         entropy=args.entropy,

@@ -1,6 +1,6 @@
 """What a run would cost, before there is a machine for it: operations and memory by stage.
 
-    python -m examples.train_tiny.plan --corpus out/corpus --minutes 24
+    python -m examples.train_tiny.plan --corpus out/corpus --minutes 13 --no-remat
 
 Operations are counted from the shapes. Memory is what XLA's compiler plans for the backend
 here, nothing being run; on a CPU attention is the chunked one, which needs more than cuDNN's.

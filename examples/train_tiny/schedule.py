@@ -61,9 +61,12 @@ class Schedule:
       floor: of the cosine, as a part of the peak.
       hops_from, hops_by: progress up to which chains have one step, and at which they have
         their full length.
+      until: progress at which the run ends. All else is planned for the whole budget, so that
+        a run can end while its rate is high, for another one to go on from its weights.
 
     Raises:
-      ValueError: no budget or two, or stages that do not end at 1.
+      ValueError: no budget or two, stages that do not end at 1, chains that do not grow, or an
+        end outside of (0, 1].
     """
 
     steps: int | None = None
@@ -74,6 +77,7 @@ class Schedule:
     floor: float = 0.02
     hops_from: float = 0.06
     hops_by: float = 0.17
+    until: float = 1.0
 
     def __post_init__(self):
         if (self.steps is None) == (self.minutes is None):
@@ -89,6 +93,8 @@ class Schedule:
                 f"chains must begin to grow before they end to: hops_from={self.hops_from}, "
                 f"hops_by={self.hops_by}"
             )
+        if not 0 < self.until <= 1:
+            raise ValueError(f"a run ends at a progress in (0, 1]: --until got {self.until}")
 
     def progress(self, step: int, seconds: float) -> float:
         """Part of the budget spent after `step` steps and so many seconds of training."""
@@ -96,6 +102,10 @@ class Schedule:
             return step / self.steps
         assert self.minutes is not None
         return seconds / (60 * self.minutes)
+
+    def done(self, step: int, seconds: float) -> bool:
+        """Whether the run ends after `step` steps and so many seconds of training."""
+        return self.progress(step, seconds) >= self.until
 
     def stage(self, progress: float) -> Stage:
         """The stage at some progress."""

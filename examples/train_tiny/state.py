@@ -55,8 +55,8 @@ class Optimizer:
     """
 
     rule: str = "muon"
-    decay: float = 0.6
-    table_decay: float = 0.1
+    decay: float = 0.1
+    table_decay: float = 0.0
 
     def __post_init__(self):
         if self.rule not in RULES:

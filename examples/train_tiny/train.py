@@ -1,11 +1,11 @@
 """Trains the small model within a budget of minutes, in one command or several.
 
-    python -m examples.train_tiny.train --corpus out/corpus --out out/run --minutes 24 \\
+    python -m examples.train_tiny.train --corpus out/corpus --out out/run --minutes 13 \\
         --command-minutes 9
     python -m examples.train_tiny.train ... --resume      # until it says that it is done
 
 Everything is written below --out: `log.jsonl`, `settings.json`, and the newest checkpoint.
-`export` makes a model of it.
+`export` makes a model of it, `recipe` runs this twice for the bundled model.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def advance(
     *,
     stop: Callable[[int], bool],
 ) -> TrainState:
-    """Trains until the budget is spent or `stop(step)` says so.
+    """Trains until the schedule ends or `stop(step)` says so.
 
     Batches are made one step ahead, in a thread. The clock of the schedule runs while steps
     run, not while a new shape compiles.
@@ -131,7 +131,7 @@ def advance(
 
     ahead, tokens, since = submit(step), 0, time.perf_counter()
     metrics: dict[str, jax.Array] = {}
-    while run.schedule.progress(step, seconds) < 1 and not stop(step):
+    while not run.schedule.done(step, seconds) and not stop(step):
         batch, progress = ahead.result(), run.schedule.progress(step, seconds)
         ahead = submit(step + 1)
         start, length = time.perf_counter(), batch.ids.shape[1]
@@ -205,6 +205,7 @@ def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
         return restore(folder, config, settings)
     if folder.exists():
         raise ValueError(f"{args.out} has a run in it: resume it (--resume) or name another")
+    params: Any
     if args.weights_of:
         params = restore_weights(args.weights_of / "checkpoints", config)
     else:
@@ -214,7 +215,7 @@ def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
-    """Runs one command's share of the training; True when the budget is spent."""
+    """Runs one command's share of the training; True when the run is done."""
     began = time.perf_counter()
     parser = argparse.ArgumentParser(prog="train", description="Trains the small model")
     add_options(parser)
@@ -252,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             run, state, log, compiled, stop=lambda step, p=pause: step >= p or out_of_time()
         )
         save(state, args.out / "checkpoints", settings)
-        done = schedule.progress(state.step, state.seconds) >= 1
+        done = schedule.done(state.step, state.seconds)
         if done or not out_of_time():
             look(run, state, log)
         if done or out_of_time():
