@@ -56,7 +56,7 @@ pictures: $(READY)
 	  echo "== measuring the bundled model"; \
 	  $(BIN)/sparse-loop evaluate --dtype float32 --windows 32 --prompts 16 --batch 16 \
 	      --acceptance --json $(MEASURED).json && \
-	  sha256sum $(TINY)/model.safetensors $(TINY)/heldout.txt $(TINY)/recall.jsonl \
+	  sha256sum $(TINY)/model.safetensors $(TINY)/heldout.txt $(TINY)/hops.jsonl \
 	      > $(MEASURED).sha256; }
 	$(BIN)/python -m sparse_loop_jax.evaluate.plots $(MEASURED).json --out docs/figures \
 	    $(addprefix --bench ,$(BENCH))

@@ -176,14 +176,15 @@ axis.axhline(1, color=INK, linewidth=0.8)
 axis.annotate("plain decoding", (1, 1), (0, -12), textcoords="offset points")
 axis.set_xlabel("K, drafted tokens a round")
 axis.set_title("tokens per pass over the weights")
-axis.set_ylim(0.5, 1.65)
+axis.set_ylim(0.5, 2.1)
 axis.legend(loc="upper right", ncols=3)
 figure
 
 # %% [markdown]
-# Two loops serve this model best. One loop is cheap and often wrong, three are right and cost
-# nearly as much as the whole model. With `adaptive=True` each request chooses its own K from
-# its history by this formula, on the device, up to the K that was given.
+# One loop serves this model best: it is cheap, and right often enough. Three are right and cost
+# nearly as much as the whole model. That is a matter of training; another model may want two,
+# which is the default. With `adaptive=True` each request chooses its own K from its history by
+# this formula, on the device, up to the K that was given.
 #
 # The formula leaves out the LM head, K and V, and arithmetic. What rounds take on a GPU is in
 # [the notebook on benchmarks](06_reading_benchmarks.ipynb), and what a round does to the

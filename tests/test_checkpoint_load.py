@@ -53,16 +53,20 @@ def test_the_bundled_model():
     with importlib.resources.as_file(tiny_ouro()) as path:
         tensors = load_file(path / "model.safetensors")
         expected = tensors["model.layers.4.mlp.up_proj.weight"]
-        recall = (path / "recall.jsonl").read_text().splitlines()
+        tasks = [(path / f"{name}.jsonl").read_text() for name in ("recall", "hops")]
         assert len((path / "heldout.txt").read_text()) > 100_000
         assert (path / "README.md").read_text().startswith("---\nlicense:")
     up = np.asarray(model.params.layers[4].gate_up)[model.config.intermediate_size :]
     assert up.tobytes() == expected.tobytes()
 
-    case = json.loads(recall[0])
-    assert len(recall) == 64
-    ids = model.tokenizer.encode(case["prompt"]).ids
-    assert model.tokenizer.decode(ids) == case["prompt"]
+    assert model.config.max_position_embeddings == 8192
+    recall, hops = ([json.loads(line) for line in text.splitlines()] for text in tasks)
+    assert len(recall) == len(hops) == 96
+    assert {case["hops"] for case in hops} == set(range(1, 9))
+    for case in (recall[0], recall[-1], hops[0], hops[-1]):
+        ids = model.tokenizer.encode(case["prompt"]).ids
+        assert abs(len(ids) - case["tokens"]) < 8  # it was made of pieces
+        assert model.tokenizer.decode(ids) == case["prompt"]
 
 
 def test_the_bundled_model_reads_english_better_than_chance():
@@ -73,6 +77,22 @@ def test_the_bundled_model_reads_english_better_than_chance():
     logits = slj.forward(model, ids).loop_logits()[0]
     nats = -jax.nn.log_softmax(logits[:-1])[jnp.arange(len(ids) - 1), ids[1:]].mean()
     assert 2.5 < float(nats) < 4.5  # chance is ln 4096 = 8.3
+
+
+def test_the_bundled_model_follows_pointers_with_its_last_loops():
+    """One token of the answer is a step for each loop, and the last loop takes the fourth."""
+    model = load(dtype="float32")
+    with importlib.resources.as_file(tiny_ouro()) as path:
+        lines = (path / "hops.jsonl").read_text().splitlines()
+    cases = [case for case in map(json.loads, lines) if case["tokens"] <= 256]
+    right = np.zeros((4, 9), int)
+    for case in cases:
+        ids = model.tokenizer.encode(case["prompt"] + case["answer"]).ids
+        said = np.asarray(slj.forward(model, jnp.asarray(ids)).logits[:, 0].argmax(axis=-1))
+        start = case["tokens"]
+        right[:, case["hops"]] += (said[:, start - 1 : -1] == ids[start:]).all(axis=-1)
+    np.testing.assert_array_equal(right[3, 1:], 2)  # two questions of each length
+    np.testing.assert_array_equal(right[1, 3:], 0)
 
 
 def test_it_needs_neither_torch_nor_safetensors():

@@ -200,7 +200,9 @@ def test_the_bundled_files_are_the_default(monkeypatch, capsys):
     assert main(["evaluate", "--questions", "5", "--acceptance"]) == 2
     assert "enough" in capsys.readouterr().err
     assert len(seen["questions"]) == 5
-    assert seen["questions"][0].prompt.startswith("Records:")
+    assert all(q.prompt.startswith("Pointers:") for q in seen["questions"])
+    encode = slj.load().tokenizer.encode
+    assert max(len(encode(q.prompt).ids) for q in seen["questions"]) <= 1024
     assert seen["text"].startswith("es, would not justify")
     assert seen["retentions"] == [1.0, 0.5, 0.25, 0.1, 0.05, 0.02]
     assert (seen["acceptance"], seen["prompts"]) == (True, 8)
@@ -218,7 +220,8 @@ def test_retentions_of_a_command_line():
         (["--retentions", "1,nan"], "retentions are numbers like 1,0.5,0.1, got 'nan'"),
         (["--retentions", "0.5,0.5"], "retention 0.5 is given twice"),
         (["--retentions", "2"], "retentions must be numbers in (0, 1], got 2.0"),
-        (["--questions", "0"], "questions must be at least 1, got 0"),
+        (["--questions", "0"], "--questions must be at least 1, got 0"),
+        (["--question-tokens", "0"], "--question-tokens must be at least 1, got 0"),
         (["--json", "no/such/file.json"], "--json no/such/file.json: no such directory"),
         (["--plot", "no/such/file.png"], "--plot no/such/file.png: no such directory"),
         (["--plot", "a.picture"], "a.picture: a picture's name must end with one of ["),

@@ -10,11 +10,13 @@ import pytest
 import sparse_loop_jax as slj
 from sparse_loop_jax.evaluate import evaluate, read_questions, text_prompts, text_windows
 from sparse_loop_jax.evaluate.inputs import (
+    Question,
     at_retention,
     check_retentions,
     encode,
     evenly,
     rolling_windows,
+    within,
 )
 from sparse_loop_jax.models import OURO_1_4B
 
@@ -98,6 +100,14 @@ def test_questions_of_json_lines():
 def test_malformed_task_lines_are_named(line, message):
     with pytest.raises(ValueError, match=message):
         read_questions('{"prompt": "a", "answer": "1"}\n' + line)
+
+
+def test_questions_within_a_number_of_tokens(model):
+    a, b = (Question(prompt, "x") for prompt in ("1234", "12345"))
+    assert within(model, [a, b], None) == [a, b]
+    assert within(model, [a, b], 4) == [a]
+    with pytest.raises(ValueError, match="at most 3 tokens: the shortest of 2 has 4"):
+        within(model, [a, b], 3)
 
 
 def test_a_task_file_without_questions():

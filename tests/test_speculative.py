@@ -172,8 +172,9 @@ def bundled_prompts():
 
 
 @pytest.mark.slow
-def test_two_draft_loops_of_the_bundled_model_are_right_four_times_in_five():
-    """The row of docs/speculation.md that it recommends: 0.811 of 873 tokens there."""
+@pytest.mark.parametrize(("draft_loops", "drafted", "least"), [(1, 900, 0.65), (2, 780, 0.84)])
+def test_drafts_of_the_bundled_model_stand(draft_loops, drafted, least):
+    """Rows of docs/speculation.md: there 0.702 of 965 tokens stood, and 0.885 of 820."""
     model = slj.load(dtype="float32")
     text = (tiny_ouro() / "heldout.txt").read_text(encoding="utf-8")
     prompts = [ids.tolist() for ids in text_prompts(model, text, count=16, tokens=128)]
@@ -182,7 +183,7 @@ def test_two_draft_loops_of_the_bundled_model_are_right_four_times_in_five():
         prompts,
         max_new_tokens=64,
         eos_token_id=[],
-        speculative=slj.SpeculativeConfig(3, 2),
+        speculative=slj.SpeculativeConfig(3, draft_loops),
     )
-    assert out.stats.drafted > 800
-    assert out.stats.accepted > 0.8 * out.stats.drafted
+    assert out.stats.drafted > drafted
+    assert out.stats.accepted > least * out.stats.drafted

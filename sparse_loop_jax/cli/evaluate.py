@@ -12,6 +12,7 @@ from sparse_loop_jax.cli.notes import note_slow_dtype
 HELP = "measure what sparse decoding and drafts cost in quality, at several retentions"
 
 _RETENTIONS = "1,0.5,0.25,0.1,0.05,0.02"
+_BUNDLED_TOKENS = 1024  # so that a CPU is done in minutes
 # Columns of the tables on the terminal; the JSON file has them all.
 _TEXT = (
     "retention", "tokens", "keys read", "perplexity", "nll change", "standard error", "KL",
@@ -35,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--prefix", type=int, default=128, metavar="TOKENS", help="prefilled")
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--tasks", metavar="FILE", help='lines {"prompt": ..., "answer": ...}')
+    tasks.add_argument(
+        "--question-tokens", type=int, metavar="N",
+        help="leave out longer prompts; default: none, of the bundled tasks those over "
+        f"{_BUNDLED_TOKENS}",
+    )  # fmt: skip
     tasks.add_argument("--questions", type=int, metavar="N", help="evenly spaced; default: all")
     free = parser.add_argument_group("continuations of prompts out of the text")
     free.add_argument("--prompts", type=int, default=8, metavar="N", help="0: none")
@@ -51,23 +57,28 @@ def run(args: argparse.Namespace) -> int:
     retentions = parse_retentions(args.retentions)
     check_directory("json", args.json)
     check_directory("plot", args.plot)
-    if args.questions is not None and args.questions < 1:
-        raise ValueError(f"--questions must be at least 1, got {args.questions}")
+    for option in ("questions", "question_tokens"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} must be at least 1, got {value}")
     text, tasks, names = _read_inputs(args)
 
     import sparse_loop_jax as slj
     from sparse_loop_jax.bench.report import note
     from sparse_loop_jax.evaluate import evaluate, read_questions
-    from sparse_loop_jax.evaluate.inputs import evenly
+    from sparse_loop_jax.evaluate.inputs import evenly, within
 
     if args.plot is not None:
         from sparse_loop_jax.evaluate.drawing import check_picture
 
         check_picture(args.plot)
-    questions = None
-    if tasks is not None:
-        questions = evenly(read_questions(tasks, names["tasks"]), args.questions)
+    questions = None if tasks is None else read_questions(tasks, names["tasks"])
     model = slj.load(args.model, dtype=args.dtype, revision=args.revision)
+    if questions is not None:
+        bundled = args.text is None and args.tasks is None
+        limit = args.question_tokens or (_BUNDLED_TOKENS if bundled else None)
+        questions = evenly(within(model, questions, limit), args.questions)
     note_slow_dtype(model, args.dtype)
     result = evaluate(
         model,
@@ -123,7 +134,7 @@ def _read_inputs(args: argparse.Namespace) -> tuple[str | None, str | None, dict
     if args.text is None and args.tasks is None:
         from sparse_loop_jax.data import tiny_ouro
 
-        files = {"text": tiny_ouro() / "heldout.txt", "tasks": tiny_ouro() / "recall.jsonl"}
+        files = {"text": tiny_ouro() / "heldout.txt", "tasks": tiny_ouro() / "hops.jsonl"}
     else:
         files = {key: Path(path) for key, path in sources.items() if path is not None}
     contents: dict[str, str] = {}

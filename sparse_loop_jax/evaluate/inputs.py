@@ -204,3 +204,21 @@ def read_questions(text: str, name: str = "tasks") -> list[Question]:
     if not questions:
         raise ValueError(f"{name} has no questions: give lines with 'prompt' and 'answer'")
     return questions
+
+
+def within(model: Ouro, questions: list[Question], tokens: int | None) -> list[Question]:
+    """The questions whose prompts have at most `tokens` tokens; all for None.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if tokens is None or model.tokenizer is None:  # `evaluate` complains of the latter
+        return questions
+    sizes = [len(model.tokenizer.encode(question.prompt).ids) for question in questions]
+    kept = [q for q, size in zip(questions, sizes, strict=True) if size <= tokens]
+    if not kept:
+        raise ValueError(
+            f"no question has at most {tokens} tokens: the shortest of {len(questions)} has "
+            f"{min(sizes)}"
+        )
+    return kept
