@@ -35,8 +35,8 @@ $(READY): pyproject.toml
 demo: $(READY)  ## write with the bundled model: plain, sparse, speculative, both
 	@for flags in "" "--retention 0.1" "--speculative-tokens 3 --draft-loops 2" \
 	    "--retention 0.1 --speculative-tokens 3 --draft-loops 2"; do \
-	  echo "== sparse-loop generate \"My fellow citizens,\" --max-new-tokens 48 --dtype float32 $$flags"; \
-	  $(BIN)/sparse-loop generate "My fellow citizens," --max-new-tokens 48 --dtype float32 $$flags || exit 1; \
+	  echo "== sparse-loop generate \"Our relations with Great Britain\" --max-new-tokens 48 --dtype float32 $$flags"; \
+	  $(BIN)/sparse-loop generate "Our relations with Great Britain" --max-new-tokens 48 --dtype float32 $$flags || exit 1; \
 	done
 	@echo "== What carries over from here are the counts. This model is so small that no memory is"
 	@echo "   waited for: docs/benchmarks.md has what a GPU gains. Two of four loops stay dense, so a"

@@ -114,7 +114,7 @@ figure
 # by itself or, as in the last of these ways, together.
 
 # %%
-prompts = ["My fellow citizens,", "In the beginning God"]
+prompts = ["Our relations with Great Britain", "Jesus said to them,"]
 sparse = slj.SparseDecodeConfig(key_retention=0.25)
 speculative = slj.SpeculativeConfig(num_speculative_tokens=3, draft_loops=2)
 ways = {

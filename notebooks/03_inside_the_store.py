@@ -213,7 +213,7 @@ except slj.StaleLeaseError as error:
 # %%
 params, state, first = slj.start(
     model,
-    ["My fellow citizens,", "In the beginning God"],
+    ["Our relations with Great Britain", "Jesus said to them,"],
     max_new_tokens=48,
     sparse=slj.SparseDecodeConfig(key_retention=0.25),
     speculative=slj.SpeculativeConfig(num_speculative_tokens=3, draft_loops=2),

@@ -166,7 +166,7 @@ print("there and back:", same_bits(original, slj.load(folder / "narrow")))
 # native one:
 
 # %%
-prompts = ["My fellow citizens,", "In the beginning God"]
+prompts = ["Our relations with Great Britain", "Jesus said to them,"]
 texts = [
     slj.generate(slj.load(p, dtype="float32"), prompts, max_new_tokens=48).texts
     for p in (source, folder / "native")

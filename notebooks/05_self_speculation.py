@@ -22,7 +22,7 @@ matplotlib.rcParams.update(STYLE)
 
 model = slj.load(dtype="float32")
 loops = model.config.total_ut_steps
-prompts = ["My fellow citizens,", "In the beginning God"]
+prompts = ["Our relations with Great Britain", "Jesus said to them,"]
 K = 3
 
 # %% [markdown]
