@@ -146,11 +146,7 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
       ValueError: there is none, it is of other settings, or its arrays are of another model.
     """
     source, facts = _newest(directory, "leave --resume out")
-    changed = {
-        name: (facts["settings"].get(name), settings.get(name))
-        for name in sorted({*facts["settings"], *settings})
-        if facts["settings"].get(name) != settings.get(name)
-    }
+    changed = _changed(facts["settings"], settings)
     if changed:
         raise ValueError(
             f"{source} is of a run with other settings (then, now): {changed}; resume with the "
@@ -164,14 +160,28 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
     return TrainState(params, optimizer, facts["step"], facts["seconds"], facts["tokens"])
 
 
-def restore_weights(directory: Path, config: OuroConfig) -> OuroParams:
-    """The weights alone of the newest checkpoint, whatever trained them.
+def restore_weights(directory: Path, config: OuroConfig, settings: dict) -> OuroParams:
+    """The weights alone of the newest checkpoint, whatever trained them and on what lengths.
 
     Raises:
-      ValueError: there is none, or its arrays are of another model.
+      ValueError: there is none, or it is of another model.
     """
-    source, _ = _newest(directory, "name the --out of a training")
+    source, facts = _newest(directory, "name the --out of a training")
+    changed = _changed(facts["settings"]["model"], settings["model"])
+    changed.pop("max_position_embeddings", None)
+    if changed:
+        raise ValueError(f"{source} is of another model (then, now): {changed}")
     return _arrays(source, param_shapes(config, "float32"))  # they come first
+
+
+def _changed(then: dict, now: dict) -> dict[str, tuple]:
+    """What differs between two settings."""
+    names = sorted({*then, *now})
+    return {
+        name: (then.get(name), now.get(name))
+        for name in names
+        if then.get(name) != now.get(name)
+    }
 
 
 def _newest(directory: Path, mend: str) -> tuple[Path, dict]:

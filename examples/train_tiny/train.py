@@ -207,7 +207,7 @@ def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
         raise ValueError(f"{args.out} has a run in it: resume it (--resume) or name another")
     params: Any
     if args.weights_of:
-        params = restore_weights(args.weights_of / "checkpoints", config)
+        params = restore_weights(args.weights_of / "checkpoints", config, settings)
     else:
         params = initial_params(config, jax.random.key(args.seed))
     transform = make_optimizer(params, optimizer_of(settings))
