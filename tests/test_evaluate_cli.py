@@ -202,10 +202,28 @@ def test_the_bundled_files_are_the_default(monkeypatch, capsys):
     assert len(seen["questions"]) == 5
     assert all(q.prompt.startswith("Pointers:") for q in seen["questions"])
     encode = slj.load().tokenizer.encode
-    assert max(len(encode(q.prompt).ids) for q in seen["questions"]) <= 1024
+    assert 512 < max(len(encode(q.prompt).ids) for q in seen["questions"]) <= 1024
     assert seen["text"].startswith("es, would not justify")
     assert seen["retentions"] == [1.0, 0.5, 0.25, 0.1, 0.05, 0.02]
     assert (seen["acceptance"], seen["prompts"]) == (True, 8)
+
+
+@pytest.mark.parametrize(("options", "kept"), [([], 2), (["--question-tokens", "4"], 1)])
+def test_long_questions_can_be_left_out(ascii_checkpoint, tmp_path, monkeypatch, options, kept):
+    """None is by default where the tasks are the user's own."""
+    seen = {}
+
+    def fake(model, **options):
+        seen.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("sparse_loop_jax.evaluate.evaluate", fake)
+    prompts = ["1234", "5" * 2000]
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"prompt": p, "answer": "x"}) + "\n" for p in prompts))
+    command = ["evaluate", "--model", str(ascii_checkpoint), "--tasks", str(tasks)]
+    assert main([*command, *options]) == 2
+    assert [q.prompt for q in seen["questions"]] == prompts[:kept]
 
 
 def test_retentions_of_a_command_line():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -13,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import STEPS, arguments, log_of
+from tiny_runs import LENGTH, STEPS, arguments, log_of
 
+import sparse_loop_jax as slj
 from examples.train_tiny import (
+    card,
     corpus as corpora,
+    evaluate,
     export,
     options,
     prepare,
@@ -145,10 +147,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path, monkeypatch):
 def test_settings_hold_all_that_decides_the_result(corpus, run):
     settings = json.loads((run / "settings.json").read_text())
     assert set(settings) == {
-        "model", "objective", "schedule", "mixture", "optimizer", "seed", "weights_of"
+        "model", "objective", "schedule", "mixture", "optimizer", "seed", "tokenizer",
+        "weights_of",
     }  # fmt: skip
     assert options.schedule_of(settings).steps == STEPS
-    # Settings from before a run could end early.
     del settings["schedule"]["until"]
     assert options.schedule_of(settings).until == 1.0
 
@@ -182,9 +184,14 @@ def test_the_recipe_goes_on_from_run_to_run(toy_recipe, tmp_path, monkeypatch, c
     assert [r.settings["optimizer"]["rule"] for r in (first, second)] == ["muon", "adamw"]
     assert [r.settings["seed"] for r in (first, second)] == [1, 1]
     assert second.settings["weights_of"] == str(folders[0])
-    # What is done is not made again.
+    # What is done is not made again, and is not taken for another run's.
     monkeypatch.setattr(train, "main", None)
     assert toy_recipe("--peak", "5e-3")
+    with pytest.raises(ValueError, match=r"first-1 has a run with other settings .*'schedule'"):
+        toy_recipe("--peak", "6e-3")
+    (tmp_path / "run/checkpoints/newest").unlink()
+    with pytest.raises(TypeError):  # it would be trained again
+        toy_recipe("--peak", "5e-3")
 
 
 def test_a_run_of_the_recipe_that_was_stopped_is_resumed(toy_recipe, tmp_path, monkeypatch):
@@ -200,6 +207,51 @@ def test_a_run_of_the_recipe_that_was_stopped_is_resumed(toy_recipe, tmp_path, m
     assert toy_recipe()
     assert ["--resume" in argv for argv in calls] == [False, True, False]
     assert [line["step"] for line in log_of(tmp_path / "first-1", "start")] == [0, 0]
+
+
+@pytest.mark.parametrize("option", ["--seed=7", "--resume", "--weights-of"])
+def test_options_that_the_recipe_decides_are_refused(toy_recipe, option):
+    with pytest.raises(ValueError, match=f"{option}: the recipe decides it"):
+        toy_recipe(option)
+
+
+def test_pointers_are_followed_where_the_last_loop_last_answered_half(tmp_path):
+    path = tmp_path / "log.jsonl"
+
+    def look(first: float, last: float) -> str:
+        chains = {"recall": [1 - last] * 2, "hops 1": [first, last], "hops 2": [1 - last] * 2}
+        return json.dumps({"kind": "held_out"} | chains) + "\n"
+
+    path.write_text(look(0.0, 0.9) + look(1.0, 0.4) + '{"kind": "held')
+    assert not recipe.follows_pointers(tmp_path)
+    path.write_text(look(0.0, 0.1) + look(0.0, 0.5))
+    assert recipe.follows_pointers(tmp_path)
+
+
+def test_from_the_recipe_to_the_card(toy_recipe, corpus, tmp_path, monkeypatch):
+    """All that makes a model, one command after the other."""
+    monkeypatch.setattr(recipe, "LEARNT", 0.0)
+    assert toy_recipe()
+    where = ["--corpus", corpus.manifest["directory"]]
+    run, out, found = tmp_path / "run", tmp_path / "tiny", tmp_path / "new.json"
+    sizes = ["--lengths", str(LENGTH), "--count", "2"]
+    export.main([*where, "--run", str(run), "--out", str(out), *sizes])
+    model = slj.load(out)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype("bfloat16")),
+        model.params,
+        export.trained(run, corpus).params,
+    )
+    sizes += ["--window", "64"]
+    evaluate.main([str(out), *where, *sizes, "--json", str(found)])
+    runs = ["--run", str(tmp_path / "first-1"), str(run)]
+    files = ["--new", str(found), "--old", str(found), "--out", str(out / "README.md")]
+    card.main([*where, *runs, *files])
+    text = (out / "README.md").read_text()
+    assert text.startswith("---\nlicense:")
+    assert "First run, from random weights:" in text
+    assert "Then, from its weights" in text
+    assert "| its predecessor |" in text
 
 
 def test_the_recipe_begins_again_while_pointers_are_not_followed(toy_recipe, tmp_path):
@@ -221,6 +273,6 @@ def test_the_constants_of_the_recipe_are_options_of_train(corpus):
         made.append(options.settings_of(parser.parse_args([*common, *given]), corpus))
     first, second = made
     assert first["model"] == second["model"]
-    assert first["optimizer"] == dataclasses.asdict(state.Optimizer())
+    assert first["optimizer"] == {"rule": "muon", "decay": 0.1, "table_decay": 0.0}
     assert (first["schedule"]["minutes"], first["schedule"]["until"]) == (13, 0.33)
     assert (second["schedule"]["minutes"], second["schedule"]["until"]) == (6.6, 1)

@@ -215,7 +215,7 @@ def test_a_card_of_runs_that_do_not_follow_on_each_other_is_refused(two_runs, co
         ([[1, 0, 0], [1, 0.95, 0], [1, 1, 1]], 1.0, "code among records in up to 512 tokens, "
          "and follows 1 to 3 pointers from record to record. It needs all 3 loops for that: it "
          "follows 1 after loop 1, 1 to 2 after loop 2. What"),
-        ([[0, 0, 0], [1, 0, 1], [1, 0, 1]], 0.95, "follows 1 to 1 pointers"),
+        ([[0, 0, 0], [1, 0, 1], [1, 0, 1]], 0.95, "follows 1 pointer from"),
         ([[0, 0, 0]] * 3, 0.5, "It does not reliably find a code among records, and does not "
          "follow pointers from record to record."),
     ],

@@ -69,7 +69,8 @@ def abilities(measured: dict) -> str:
     if not chains[-1]:
         said += ", and does not follow pointers from record to record."
     else:
-        said += f", and follows 1 to {chains[-1]} pointers from record to record."
+        count = f"1 to {chains[-1]} pointers" if chains[-1] > 1 else "1 pointer"
+        said += f", and follows {count} from record to record."
         if len(chains) > 1 and max(chains[:-1]) < chains[-1]:
             earlier = ", ".join(
                 f"{'none' if not n else f'1 to {n}' if n > 1 else '1'} after loop {loop}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 from pathlib import Path
 
 from sparse_loop_jax.models import OuroConfig
@@ -132,6 +133,7 @@ def settings_of(args: argparse.Namespace, corpus: Corpus) -> dict:
             Optimizer(args.optimizer, args.weight_decay, args.table_decay)
         ),
         "seed": args.seed,
+        "tokenizer": hashlib.sha256(corpus.lexicon.tokenizer.to_str().encode()).hexdigest(),
         "weights_of": str(args.weights_of) if args.weights_of else None,
     }
 

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import train
-from .record import lines_of, read_log
+from .corpus import read
+from .options import add_options, settings_of
+from .record import lines_of, read_log, read_record
+from .state import differences, has_checkpoint
 
-FIRST = """
-    --minutes 13 --until 0.33 --no-remat --save-every 1000
-    --optimizer muon --weight-decay 0.1 --table-decay 0
-    --stages 0.22:256:32768:0.85,0.34:512:65536:0.6,0.72:2048:131072:0.75,1:8192:131072:0.75
-"""
+FIRST = "--minutes 13 --until 0.33 --no-remat --save-every 1000"  # the rest as `train` has it
 
 SECOND = """
     --minutes 6.6 --no-remat --save-every 800
@@ -31,10 +30,9 @@ SECOND = """
     --stages 0.6:2048:131072:0.55,1:8192:131072:0.55
 """
 
-# It is chance when a run begins to follow pointers. On an H200 seed 1 did so between steps 2000
-# and 3000; seed 0, with the same options, had not by step 3878, and a budget of 5.5 minutes,
-# whose rate falls sooner, had not by step 3600.
+# It is chance when a run begins to follow pointers, if it does.
 SEEDS = (1, 2, 3)
+OWN = ("--seed", "--resume", "--weights-of")  # options of `train` that the recipe decides
 LEARNT = 0.5  # part of the questions of one pointer that the last loop has to answer
 
 
@@ -48,11 +46,29 @@ def follows_pointers(run: Path) -> bool:
     return lines_of(read_log(run), "held_out")[-1]["hops 1"][-1] >= LEARNT
 
 
+def check_settings(run: Path, options: Sequence[str]) -> None:
+    """Fails unless the run in a folder is that of `train` with `options`.
+
+    Raises:
+      ValueError: it is another.
+    """
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    args = parser.parse_args(options)
+    changed = differences(read_record(run).settings, settings_of(args, read(args.corpus)))
+    if changed:
+        raise ValueError(
+            f"{run} has a run with other settings (then, now): {changed}; move it away, or "
+            "name another --out"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> bool:
     """Runs one command's share of the recipe; True when both runs are done.
 
     Raises:
       RuntimeError: no seed learnt to follow pointers.
+      ValueError: an option that the recipe decides, or a folder with a run of other options.
     """
     began = time.perf_counter()
     parser = argparse.ArgumentParser(
@@ -64,18 +80,23 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--command-minutes", type=float, help="wall clock of this command")
     args, more = parser.parse_known_args(argv)
+    for option in more:
+        if option.split("=")[0] in OWN:
+            raise ValueError(f"{option}: the recipe decides it; leave it out, or use `train`")
 
     def carry_on(run: Path, options: Sequence[str]) -> bool:
         """Begins a run or goes on with it; True when it is done."""
-        if is_done(run):
-            return True
         own = ["--corpus", str(args.corpus), "--out", str(run)]
+        there = has_checkpoint(run / "checkpoints")
+        if there and is_done(run):
+            check_settings(run, [*options, *own])
+            return True
         if args.command_minutes is not None:
             left = args.command_minutes - (time.perf_counter() - began) / 60
             if left <= 0:
                 return False
             own += ["--command-minutes", str(left)]
-        if (run / "checkpoints").exists():
+        if there:
             own.append("--resume")
         print("train", *options, *own, flush=True)
         return train.main([*options, *own])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -11,11 +12,13 @@ from .options import schedule_of
 
 
 def read_log(run: Path) -> list[dict]:
-    """The lines of a run's log; none where there is no log."""
+    """The lines of a run's log but for what a kill has torn; none where there is no log."""
     path = run / "log.jsonl"
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    lines = []
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def lines_of(log: Sequence[dict], kind: str) -> list[dict]:

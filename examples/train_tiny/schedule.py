@@ -43,7 +43,7 @@ class Stage:
 
 
 # Retrieval has to be found before there is anything to follow: many small steps on short rows,
-# nearly all of them tasks. Then text, and length; less text than tasks, because there is so
+# most of them tasks. Then text, and length; less text than tasks, because there is so
 # little of it that it would be learnt by heart.
 STAGES = "0.22:256:32768:0.85,0.34:512:65536:0.6,0.72:2048:131072:0.75,1:8192:131072:0.75"
 

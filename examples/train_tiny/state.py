@@ -146,7 +146,7 @@ def restore(directory: Path, config: OuroConfig, settings: dict) -> TrainState:
       ValueError: there is none, it is of other settings, or its arrays are of another model.
     """
     source, facts = _newest(directory, "leave --resume out")
-    changed = _changed(facts["settings"], settings)
+    changed = differences(facts["settings"], settings)
     if changed:
         raise ValueError(
             f"{source} is of a run with other settings (then, now): {changed}; resume with the "
@@ -167,29 +167,33 @@ def restore_weights(directory: Path, config: OuroConfig, settings: dict) -> Ouro
       ValueError: there is none, or it is of another model.
     """
     source, facts = _newest(directory, "name the --out of a training")
-    changed = _changed(facts["settings"]["model"], settings["model"])
+    then = facts["settings"]
+    changed = differences(then["model"], settings["model"])
     changed.pop("max_position_embeddings", None)
+    changed |= differences(*({"tokenizer": x.get("tokenizer")} for x in (then, settings)))
     if changed:
         raise ValueError(f"{source} is of another model (then, now): {changed}")
     return _arrays(source, param_shapes(config, "float32"))  # they come first
 
 
-def _changed(then: dict, now: dict) -> dict[str, tuple]:
-    """What differs between two settings."""
-    names = sorted({*then, *now})
-    return {
-        name: (then.get(name), now.get(name))
-        for name in names
-        if then.get(name) != now.get(name)
-    }
+def differences(then: dict, now: dict) -> dict[str, tuple]:
+    """What differs between two settings, but for where the weights began: a checkpoint has
+    its own."""
+    names = sorted({*then, *now} - {"weights_of"})
+    pairs = {name: (then.get(name), now.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def has_checkpoint(directory: Path) -> bool:
+    """Whether there is a complete one to go on from."""
+    return (directory / NEWEST).is_file()
 
 
 def _newest(directory: Path, mend: str) -> tuple[Path, dict]:
     """The newest checkpoint's folder, and its facts."""
-    pointer = directory / NEWEST
-    if not pointer.is_file():
+    if not has_checkpoint(directory):
         raise ValueError(f"{directory} has no checkpoint: {mend}")
-    source = directory / pointer.read_text("utf-8")
+    source = directory / (directory / NEWEST).read_text("utf-8")
     return source, json.loads((source / "state.json").read_text("utf-8"))
 
 

@@ -36,6 +36,7 @@ from .scoring import quick_look, rounded_list
 from .state import (
     Optimizer,
     TrainState,
+    has_checkpoint,
     make_optimizer,
     optimizer_of,
     restore,
@@ -203,7 +204,7 @@ def start_or_resume(args, settings: dict, config: OuroConfig) -> TrainState:
     folder = args.out / "checkpoints"
     if args.resume:
         return restore(folder, config, settings)
-    if folder.exists():
+    if has_checkpoint(folder):
         raise ValueError(f"{args.out} has a run in it: resume it (--resume) or name another")
     params: Any
     if args.weights_of:
