@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, STEPS, TEXT
+from tiny_runs import LENGTH, ROOT, STEPS, TEXT
 
 import sparse_loop_jax as slj
 from examples.train_tiny import (
@@ -150,6 +150,17 @@ def two_runs(run) -> list[record.Record]:
     settings["objective"]["entropy"] = 0.3
     settings["optimizer"] = {"rule": "adamw", "decay": 0.6, "table_decay": 0.5}
     return [paused, record.Record(settings, whole.log)]
+
+
+def test_the_bundled_model_s_card_is_what_its_records_make():
+    """The runs, the corpus and the evaluations that `examples/train_tiny/bundled` keeps."""
+    kept = ROOT / "examples/train_tiny/bundled"
+    models = {"this model": "new", "its predecessor": "old"}
+    measured = {k: json.loads((kept / f"{v}.json").read_text()) for k, v in models.items()}
+    runs = [record.read_record(kept / name) for name in ("first", "run")]
+    manifest = json.loads((kept / "manifest.json").read_text())
+    text = (ROOT / "sparse_loop_jax/data/tiny-ouro/README.md").read_text()
+    assert card.card(measured, runs, manifest) == text
 
 
 def test_the_card_carries_both_models(run, corpus, measured):
