@@ -9,6 +9,8 @@
 
 # %%
 # %matplotlib inline
+import json
+
 import matplotlib
 import numpy as np
 from matplotlib.patches import Rectangle
@@ -105,6 +107,20 @@ for axis, values in ((left, agreement), (right, loss)):
 left.set_ylim(0, 1.12)
 right.margins(y=0.25)
 figure
+
+# %% [markdown]
+# Text does not need this model's later loops. Some questions do: it follows one pointer through
+# records in each loop. Here is one of its tasks, three pointers away, and what each loop would
+# answer:
+
+# %%
+tasks = (tiny_ouro() / "hops.jsonl").read_text().splitlines()
+task = next(t for t in map(json.loads, tasks) if t["hops"] == 3 and t["tokens"] < 256)
+print("...", task["prompt"][-60:], "->", task["answer"])
+asked = model.tokenizer.encode(task["prompt"] + task["answer"]).ids
+said = slj.forward(model, np.asarray(asked)).logits[:, 0, -2].argmax(axis=-1)
+for loop, token in enumerate(said):
+    print(f"loop {loop}:", model.tokenizer.decode([int(token)]))
 
 # %% [markdown]
 # ## Writing

@@ -71,10 +71,9 @@ plot_quality(full)
 # ## How much text is enough
 #
 # The loss of likelihood against dense decoding, with two standard errors over windows, from
-# both runs. Differences are taken token by token on the same text, which is why a few hundred
-# tokens already order the retentions. Their sizes are another matter: the small run's windows
-# are also shorter, and [short contexts pay
-# more](../docs/sparse-attention.md#what-retention-costs).
+# both runs. Differences are taken token by token on the same text, which makes their errors
+# small, and yet those of a few hundred tokens overlap. The windows differ in length too, and
+# [short contexts pay more](../docs/sparse-attention.md#what-retention-costs).
 
 # %%
 figure, axes = new_figure((6.4, 3.2))

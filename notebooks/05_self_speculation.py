@@ -133,7 +133,8 @@ figure
 
 # %% [markdown]
 # Down a column the keys get fewer. The first two loops attend densely where the loops that
-# judge do not, which is one more way to differ, so that sparse attention costs acceptance.
+# judge do not, which is one more way to differ: with two draft loops acceptance falls steadily,
+# with one the noise of 16 prompts is larger.
 # Along a row it falls because a round goes wrong once and stays wrong.
 #
 # ## What it is worth

@@ -196,11 +196,11 @@ def test_the_card_tells_of_the_runs_in_order(two_runs, corpus, measured):
     assert f"| Run | 32 steps, {seconds / 60:.1f} minutes of training steps on" in first
     assert "weight decay 0.1 of matrices and 0 of the embedding and the head" in first
     assert f"ended after 33% of a schedule of {STEPS} steps" in first
-    assert f"| Rows | up to 33% {LENGTH} tokens" in first
+    assert f"| Rows | until 33% of the plan rows of {LENGTH} tokens" in first
     assert "minus 0.1 of that distribution's entropy" in first
     assert "minus 0.3 of the exit distribution's entropy" in second
     assert "weight decay 0.6 of matrices and 0.5 of the embedding and the head" in second
-    assert f"| Rows | up to 100% {LENGTH} tokens" in second
+    assert f"| Rows | until 100% of the plan rows of {LENGTH} tokens" in second
     assert "million tokens" in second.split("## What it can do")[0]
     assert "ended after" not in second
     # Each has its own numbers on the way.
@@ -225,7 +225,8 @@ def test_a_card_of_runs_that_do_not_follow_on_each_other_is_refused(two_runs, co
     [
         ([[1, 0, 0], [1, 0.95, 0], [1, 1, 1]], 1.0, "code among records in up to 512 tokens, "
          "and follows 1 to 3 pointers from record to record. It needs all 3 loops for that: it "
-         "follows 1 after loop 1, 1 to 2 after loop 2. What"),
+         "follows 1 after loop 1, 1 to 2 after loop 2 (loops are counted from 1 here, and from "
+         "0 in the library). What"),
         ([[0, 0, 0], [1, 0, 1], [1, 0, 1]], 0.95, "follows 1 pointer from"),
         ([[0, 0, 0]] * 3, 0.5, "It does not reliably find a code among records, and does not "
          "follow pointers from record to record."),

@@ -77,7 +77,8 @@ def abilities(measured: dict) -> str:
                 for loop, n in enumerate(chains[:-1], start=1)
             )
             said += (
-                f" It needs all {len(chains)} loops for that: it follows {earlier}. What "
+                f" It needs all {len(chains)} loops for that: it follows {earlier} (loops are "
+                "counted from 1 here, and from 0 in the library). What "
                 "leaves its later loops out, or spoils them, therefore shows in long chains."
             )
     settled = next(loop for loop, nats in enumerate(loss, start=1) if nats <= 1.01 * loss[-1])

@@ -6,7 +6,6 @@ python -m examples.train_tiny.export --run out/run --corpus out/corpus --out out
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Sequence
 from importlib.resources import as_file
@@ -22,6 +21,7 @@ from . import corpus as corpora
 from .corpus import Corpus
 from .options import config_of
 from .questions import draw_hops, draw_recall, write_questions
+from .record import read_record
 from .state import restore
 
 LIMIT = 13 * 2**20  # bytes of bfloat16 weights: what a wheel can carry
@@ -67,12 +67,9 @@ def trained(run: Path, corpus: Corpus) -> Ouro:
     """The model of a run's newest checkpoint, float32; of a run that is not done as well.
 
     Raises:
-      ValueError: the run has no checkpoint.
+      ValueError: there is no run, or it has no checkpoint.
     """
-    path = run / "settings.json"
-    if not path.is_file():
-        raise ValueError(f"{run} has no run in it: name the --out of a training")
-    settings = json.loads(path.read_text("utf-8"))
+    settings = read_record(run).settings
     config = config_of(settings)
     model = Ouro(config, params=restore(run / "checkpoints", config, settings).params)
     model.tokenizer = corpus.lexicon.tokenizer

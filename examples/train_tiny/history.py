@@ -41,8 +41,8 @@ def rows(settings: dict, reached: float) -> str:
     """The stages that a run came to, by the part of its budget."""
     begins = [0.0, *(stage["until"] for stage in settings["schedule"]["stages"])]
     return "; ".join(
-        f"up to {min(stage['until'], reached):.0%} {stage['length']} tokens, "
-        f"{stage['tokens']:,} a step, {stage['synthetic']:.0%} of the rows with a task"
+        f"until {min(stage['until'], reached):.0%} of the plan rows of {stage['length']} "
+        f"tokens, {stage['tokens']:,} a step, {stage['synthetic']:.0%} of the rows with a task"
         for begin, stage in zip(begins, settings["schedule"]["stages"], strict=False)
         if begin < reached
     )

@@ -74,10 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
         check_picture(args.plot)
     questions = None if tasks is None else read_questions(tasks, names["tasks"])
+    limit = args.question_tokens
     model = slj.load(args.model, dtype=args.dtype, revision=args.revision)
     if questions is not None:
-        bundled = args.text is None and args.tasks is None
-        limit = args.question_tokens or (_BUNDLED_TOKENS if bundled else None)
+        if limit is None and args.text is None and args.tasks is None:
+            limit = _BUNDLED_TOKENS
         questions = evenly(within(model, questions, limit), args.questions)
     note_slow_dtype(model, args.dtype)
     result = evaluate(
@@ -97,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         implementation=args.implementation,
         progress=True if sys.stderr.isatty() else note,
     )
+    if questions is not None and limit is not None:
+        result.setup["question tokens"] = limit
     result.setup.update({"model": args.model or "bundled", **names})
     _print(result)
     if args.json is not None:
