@@ -34,14 +34,12 @@ class End:
       step, seconds: of training.
       tokens: trained on; None where the log does not say.
       reached: part of the budget that was spent, at most 1.
-      done: whether it has come to the end of its schedule.
     """
 
     step: int
     seconds: float
     tokens: int | None
     reached: float
-    done: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +62,10 @@ class Record:
         if last["kind"] == "done":
             step, seconds = last["step"], last["seconds"]
             reached = schedule_of(self.settings).progress(step, seconds)
-            return End(step, seconds, last["tokens"], min(1.0, reached), True)
+            return End(step, seconds, last["tokens"], min(1.0, reached))
         steps = lines_of(self.log, "step")
         seconds = steps[-1]["seconds"] if steps else 0.0
-        return End(last["step"], seconds, None, last["progress"], False)
+        return End(last["step"], seconds, None, last["progress"])
 
 
 def read_record(run: Path) -> Record:

@@ -19,6 +19,7 @@ from sparse_loop_jax.models import OuroConfig, OuroParams
 from sparse_loop_jax.models.params import param_shapes
 
 NEWEST = "newest"
+FREE = ("max_position_embeddings",)  # what may differ in a model that begins with weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +168,12 @@ def restore_weights(directory: Path, config: OuroConfig, settings: dict) -> Ouro
       ValueError: there is none, or it is of another model.
     """
     source, facts = _newest(directory, "name the --out of a training")
-    then = facts["settings"]
-    changed = differences(then["model"], settings["model"])
-    changed.pop("max_position_embeddings", None)
-    changed |= differences(*({"tokenizer": x.get("tokenizer")} for x in (then, settings)))
+
+    def model(of: dict) -> dict:
+        kept = of["model"] | {"tokenizer": of.get("tokenizer")}
+        return {name: value for name, value in kept.items() if name not in FREE}
+
+    changed = differences(model(facts["settings"]), model(settings))
     if changed:
         raise ValueError(f"{source} is of another model (then, now): {changed}")
     return _arrays(source, param_shapes(config, "float32"))  # they come first

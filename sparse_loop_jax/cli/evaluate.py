@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
         check_picture(args.plot)
     questions = None if tasks is None else read_questions(tasks, names["tasks"])
     limit = args.question_tokens
+    if limit is None and args.text is None and args.tasks is None:
+        limit = _BUNDLED_TOKENS
     model = slj.load(args.model, dtype=args.dtype, revision=args.revision)
     if questions is not None:
-        if limit is None and args.text is None and args.tasks is None:
-            limit = _BUNDLED_TOKENS
         questions = evenly(within(model, questions, limit), args.questions)
     note_slow_dtype(model, args.dtype)
     result = evaluate(
